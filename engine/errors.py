@@ -1,0 +1,28 @@
+"""Exceptions of the engine.
+
+EngineError
+├── ModelError          a checkpoint cannot be served (unknown architecture, missing or surplus weight, bad config)
+├── CapacityError       the KV pool or the device memory is too small for what was asked; says by how much
+├── OutOfBlocksError    an allocation did not fit (a scheduler's own matter; never reaches a client)
+└── RejectedError       a request that this worker can never serve; `str(error)` is safe to show the client
+"""
+
+
+class EngineError(Exception):
+    """Root of all errors raised by `engine`."""
+
+
+class ModelError(EngineError):
+    """The checkpoint cannot be served; the message names the architecture, weight or field."""
+
+
+class CapacityError(EngineError):
+    """What was asked does not fit the memory at hand."""
+
+
+class OutOfBlocksError(EngineError):
+    """The block pool has fewer free blocks than an allocation needs."""
+
+
+class RejectedError(EngineError):
+    """The request can never be served here; the message is for the client."""

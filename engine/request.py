@@ -1,0 +1,121 @@
+"""A request on one worker, its states, and the rows that a step computes for it. Knows no torch, socket or clock.
+
+Positions of a request's tokens, and what has been computed of them (KV in the pool) at some moment:
+
+    |<----------- prompt_token_ids ----------->|<- output_token_ids ->|
+    0                                     num_prompt              num_tokens
+    |<--------- computed --------->|
+    0                        num_computed
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvtransfer.messages import EndReason, LifetimeEvent, RequestSpec, SamplingParams
+
+RequestKey = tuple[str, int]
+"""(request_id, attempt): names one hand-over."""
+
+
+class RequestState(Enum):
+    """Where a request is on this worker.
+
+    prefill:   WAITING -> RUNNING -> HANDING_OVER -> ENDED
+    decode:    WAITING -> RECEIVING -> RUNNING -> ENDED
+    colocated: WAITING -> RUNNING -> ENDED
+    """
+
+    WAITING = "waiting"  # no blocks yet
+    RECEIVING = "receiving"  # decode: blocks reserved, KV arriving
+    RUNNING = "running"  # takes part in steps
+    HANDING_OVER = "handing_over"  # prefill: computed, blocks held until decode has the KV
+    ENDED = "ended"  # terminal; owns no blocks
+
+
+_MOVES: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.RECEIVING, RequestState.RUNNING, RequestState.ENDED}),
+    RequestState.RECEIVING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
+    RequestState.RUNNING: frozenset({RequestState.HANDING_OVER, RequestState.ENDED}),
+    RequestState.HANDING_OVER: frozenset({RequestState.ENDED}),
+    RequestState.ENDED: frozenset(),
+}
+
+
+class IllegalMoveError(AssertionError):
+    """Our own bug: a request was moved against the table."""
+
+
+@dataclass(eq=False)
+class Request:
+    """Tokens, blocks and progress of (request, attempt) on this worker.
+
+    `gateway` is the name of the gateway that owns it; `events` holds clock readings in seconds (monotonic).
+    """
+
+    spec: RequestSpec
+    gateway: str
+    state: RequestState = RequestState.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    events: dict[LifetimeEvent, float] = field(default_factory=dict)
+    end_reason: EndReason | None = None
+
+    @property
+    def key(self) -> RequestKey:
+        return (self.spec.request_id, self.spec.attempt)
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        return self.spec.prompt_token_ids
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.spec.sampling
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.spec.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    def token_slice(self, start: int, stop: int) -> list[int]:
+        """Token ids at positions [start, stop), prompt and output alike."""
+        prompt = self.spec.prompt_token_ids[start:stop]
+        output = self.output_token_ids[max(0, start - self.num_prompt) : max(0, stop - self.num_prompt)]
+        return [*prompt, *output]
+
+    def move(self, state: RequestState) -> None:
+        """The only way to change `state`; raises IllegalMoveError off the table."""
+        if state not in _MOVES[self.state]:
+            raise IllegalMoveError(f"request {self.key}: {self.state.name} -> {state.name} is not a legal move")
+        self.state = state
+
+    def record(self, event: LifetimeEvent, now: float) -> None:
+        """Notes the first time that `event` happened."""
+        self.events.setdefault(event, now)
+
+
+@dataclass(frozen=True)
+class ScheduledRow:
+    """Tokens [start, start + count) of one request in a step. `start` tokens have their KV in the pool already."""
+
+    request: Request
+    start: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step ends at the request's last known token, so that its logits give the next one."""
+        return self.stop == self.request.num_tokens

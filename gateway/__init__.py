@@ -1,0 +1,1 @@
+"""The HTTP face of kvsplice: text in, text out. Imports no torch."""

@@ -1,0 +1,80 @@
+"""What the HTTP face needs from the cluster behind it: one interface, one error tree.
+
+BackendError            an error that has a client-safe text and an HTTP status
+├── InvalidRequestError     400: the request can never be served (too long, token id out of range)
+├── OverloadedError         429: queues are full, try later
+├── UnavailableError        503: no prefill or no decode worker
+└── RequestFailedError      500-class after the start: a worker died or failed on the way
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtransfer.messages import EndReason, SamplingParams
+
+
+class BackendError(Exception):
+    """Root; `str(error)` is a fixed text that may be shown to a client."""
+
+    status = 500
+    kind = "server_error"
+
+
+class InvalidRequestError(BackendError):
+    """The request can never be served here."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class OverloadedError(BackendError):
+    """Bounded queues are full."""
+
+    status = 429
+    kind = "overloaded_error"
+
+
+class UnavailableError(BackendError):
+    """No worker of some role can make progress; says which."""
+
+    status = 503
+    kind = "service_unavailable"
+
+
+class RequestFailedError(BackendError):
+    """The request started and could not be finished (worker lost, internal failure)."""
+
+    status = 502
+    kind = "upstream_error"
+
+
+@dataclass(frozen=True)
+class TokenDelta:
+    """New output tokens of one request, in order and without gaps; `finish` is set on the last delta only
+    (STOP or LENGTH; errors are raised as BackendError instead)."""
+
+    token_ids: tuple[int, ...]
+    finish: EndReason | None
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    """Whether requests can be served. `reasons` says why not, one text a missing thing, safe to show."""
+
+    ready: bool
+    reasons: tuple[str, ...]
+    max_model_len: int | None  # the smallest of all live workers; None while not ready
+
+
+class Backend(Protocol):
+    """Runs one request on the workers."""
+
+    def status(self) -> ClusterStatus:
+        """The cluster as it is now."""
+        ...
+
+    def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> AsyncIterator[TokenDelta]:
+        """Dispatches at the first `__anext__` and yields tokens as they come. Closing the iterator (`aclose`) before
+        its end cancels the request on all workers. Raises BackendError subclasses."""
+        ...

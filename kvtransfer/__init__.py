@@ -1,0 +1,1 @@
+"""What crosses a process boundary: messages, sockets, and the KV hand-over between prefill and decode."""

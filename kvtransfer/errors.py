@@ -1,0 +1,28 @@
+"""Exceptions of the wire.
+
+TransferError
+├── ProtocolError        a peer sent something this protocol does not allow; its connection pays, nobody else
+│   └── MessageError     bytes that do not decode into a known message within the limits
+├── PeerRefusedError     the other side turned us down at the handshake; the message says what differs
+└── SettingsError        a flag, an environment variable or a file given by the operator is wrong
+"""
+
+
+class TransferError(Exception):
+    """Root of all errors raised by `kvtransfer`."""
+
+
+class ProtocolError(TransferError):
+    """A peer broke the protocol (wrong order, range, size or identity)."""
+
+
+class MessageError(ProtocolError):
+    """Bytes from a peer do not decode into a message."""
+
+
+class PeerRefusedError(TransferError):
+    """The handshake was refused; `str(error)` says what differs."""
+
+
+class SettingsError(TransferError):
+    """A setting is unknown, malformed or contradicts another one; printed as one line, exit code 2."""

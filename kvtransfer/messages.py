@@ -1,0 +1,420 @@
+"""Every message that crosses a process boundary: the protocol file.
+
+Encoding is msgpack, one message a frame. A struct is a map with a `type` tag; unknown fields, wrong types and
+values out of range are refused while decoding, so what a handler receives is already within these bounds.
+
+    worker  -> gateway   Hello, Heartbeat, StepOutput, Goodbye
+    gateway -> worker    Welcome, Refused, Reintroduce, GatewayBeat, PrefillRequest, DecodeRequest, Cancel
+    prefill -> decode    KvHello, KvOffer, KvHeader (+ K frame + V frame), KvFirstToken, KvAbort
+    decode  -> prefill   KvWelcome, Refused, KvGrant, KvCredit, KvDone, KvRevoke
+
+Every hand-over is named by (request_id, attempt); whatever names an attempt that is over is dropped.
+"""
+
+from enum import Enum
+from typing import Annotated, Any, Final, Generic, TypeVar
+
+import msgspec
+
+from kvtransfer.errors import MessageError
+
+PROTOCOL_VERSION = 1
+
+MAX_CONTROL_BYTES = 16 << 20
+"""Upper bound of a control frame, bytes. A prompt of a million token ids takes about 5 MB."""
+MAX_PROMPT_TOKENS = 1 << 20
+MAX_BODY_BYTES = 1 << 20
+"""Upper bound of one K or V frame, bytes: larger frames slow CURVE down without helping a clear link."""
+MAX_TOKEN_ID = (1 << 31) - 1
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
+Text = Annotated[str, msgspec.Meta(max_length=2048)]
+Endpoint = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53))]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 53))]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+Attempt = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
+
+
+class Role(Enum):
+    """What a worker does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class EndReason(Enum):
+    """Why a worker is done with (request, attempt). Exactly one end a worker and attempt."""
+
+    STOP = "stop"  # an EOS or stop token was sampled
+    LENGTH = "length"  # max_tokens or max_model_len reached
+    HANDED_OVER = "handed_over"  # prefill only: decode has all of the KV and the first token
+    CANCELLED = "cancelled"  # the gateway asked for it
+    REJECTED = "rejected"  # the request itself is wrong or can never fit here; the client's fault
+    OVERLOADED = "overloaded"  # queues full: try later
+    FAILED = "failed"  # this worker or its peer could not go on; not the client's fault
+
+    @property
+    def is_error(self) -> bool:
+        return self in (EndReason.REJECTED, EndReason.OVERLOADED, EndReason.FAILED)
+
+
+class LifetimeEvent(Enum):
+    """The named clock readings of a request, in order. Workers report seconds since RECEIVED on their own clock.
+
+    prefill:  RECEIVED --- SCHEDULED --- FIRST_TOKEN --- ENDED
+    decode:   RECEIVED --- RESERVED --- FIRST_FRAME --- SPLICED --- RUNNING --- ENDED
+    """
+
+    RECEIVED = "received"
+    SCHEDULED = "scheduled"  # prefill: first chunk goes into a batch
+    FIRST_TOKEN = "first_token"  # prefill: the first token is sampled
+    RESERVED = "reserved"  # decode: blocks are reserved and the grant is out
+    FIRST_FRAME = "first_frame"  # decode: the first KV frame has arrived
+    SPLICED = "spliced"  # decode: the last KV token is in the pool and the first token is known
+    RUNNING = "running"  # decode: first step that includes the request
+    ENDED = "ended"
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="type"):
+    """Base of all messages; the tag is the class name."""
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of what messages are made of."""
+
+
+# --- identity of a worker --------------------------------------------------------------------------
+
+
+class Fingerprint(Part, frozen=True):
+    """Identity of a model. Two workers may exchange KV only if all fields are equal.
+
+    `config`: digest over the fields of config.json that change the forward pass; `weights`: digest over the
+    names, shapes, dtypes and sampled bytes of all tensors; `dtype`: what the forward computes in.
+    """
+
+    architecture: Text
+    config: Text
+    weights: Text
+    dtype: Text
+    vocab_size: Positive
+
+
+class KvLayout(Part, frozen=True):
+    """Shape of one token's KV: per layer, K and V of [num_kv_heads, head_dim] elements of `dtype`.
+
+    `block_size` is the worker's own and may differ between peers; the wire never speaks of blocks.
+    """
+
+    num_layers: Positive
+    num_kv_heads: Positive
+    head_dim: Positive
+    dtype: Text
+    block_size: Positive
+
+
+class Limits(Part, frozen=True):
+    """What a worker can take: tokens a request (prompt + output), requests at once, tokens in the KV pool."""
+
+    max_model_len: Positive
+    max_num_seqs: Positive
+    kv_tokens: Positive
+
+
+class Load(Part, frozen=True):
+    """A snapshot for routing and metrics."""
+
+    num_running: Count
+    num_waiting: Count
+    kv_usage: Fraction
+    num_free_blocks: Count = 0
+    num_blocks: Count = 0
+
+
+# --- a request -------------------------------------------------------------------------------------
+
+
+class SamplingParams(Part, frozen=True):
+    """How to draw tokens and when to stop. Defaults: plain sampling at temperature 1.
+
+    `seed` is always set (the gateway draws one at admission if the client gave none). `stop_token_ids` count
+    beside the EOS ids of the model, which `ignore_eos` switches off. `logit_bias`: token id to an addend of its logit.
+    """
+
+    max_tokens: Positive
+    seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=1e4)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)] = 0  # 0: off
+    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+    min_p: Fraction = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=1e4)] = 1.0
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
+    logit_bias: Annotated[
+        dict[TokenId, Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]],
+        msgspec.Meta(max_length=MAX_LOGIT_BIAS),
+    ] = {}
+    min_tokens: Count = 0
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
+    choice_index: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
+
+
+class RequestSpec(Part, frozen=True):
+    """All that is needed to rebuild a request anywhere: its tokens and how to go on."""
+
+    request_id: Name
+    attempt: Attempt
+    prompt_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+    sampling: SamplingParams
+
+
+class RequestEnd(Part, frozen=True):
+    """The terminal word of a worker on (request, attempt). `message` is for people and safe to show a client."""
+
+    reason: EndReason
+    message: Text = ""
+
+
+class RequestOutput(Part, frozen=True):
+    """New tokens of one request: output tokens [start, start + len(token_ids)), and its end if this is the last.
+
+    `events` holds the worker's lifetime readings, sent with the first token and with the end.
+    """
+
+    request_id: Name
+    attempt: Attempt
+    start: Count
+    token_ids: TokenIds = ()
+    end: RequestEnd | None = None
+    events: dict[LifetimeEvent, Seconds] = {}
+
+
+# --- worker -> gateway -----------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """A worker introduces itself. `generation` is drawn anew at each start, so a restarted worker is another one.
+    `kv_endpoint` is where a decode worker takes KV (None for prefill)."""
+
+    protocol: Positive
+    role: Role
+    worker_id: Name
+    generation: Name
+    fingerprint: Fingerprint
+    layout: KvLayout
+    limits: Limits
+    kv_endpoint: Endpoint | None
+
+
+class Heartbeat(Message, frozen=True):
+    """Sent by the control thread at a fixed rate. `progress` counts engine steps and idle wake-ups: while it stands
+    still for long, the engine is stuck although the process lives."""
+
+    generation: Name
+    progress: Count
+    load: Load
+
+
+class StepOutput(Message, frozen=True):
+    """All that one engine step has for one gateway."""
+
+    generation: Name
+    outputs: tuple[RequestOutput, ...]
+
+
+class Goodbye(Message, frozen=True):
+    """The worker leaves on purpose."""
+
+    generation: Name
+    reason: Text
+
+
+# --- gateway -> worker -----------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """The gateway takes the worker in. `epoch` names this run of the gateway."""
+
+    epoch: Name
+
+
+class Refused(Message, frozen=True):
+    """The handshake failed for good; the receiver says so and stops."""
+
+    reason: Text
+
+
+class Reintroduce(Message, frozen=True):
+    """The gateway does not know the sender (it was restarted, or had given it up): say Hello again."""
+
+    epoch: Name
+
+
+class GatewayBeat(Message, frozen=True):
+    """The gateway lives. Another `epoch` than at Welcome: what the old one owned is cancelled."""
+
+    epoch: Name
+
+
+class DecodeTarget(Part, frozen=True):
+    """Where a prefill worker ships KV to."""
+
+    worker_id: Name
+    generation: Name
+    kv_endpoint: Endpoint
+
+
+class PrefillRequest(Message, frozen=True):
+    """Compute the prompt and the first token. Without a `target` the request ends with its first token."""
+
+    request: RequestSpec
+    target: DecodeTarget | None
+
+
+class DecodeRequest(Message, frozen=True):
+    """Reserve room, take the KV from `prefill_worker`, and go on from the first token."""
+
+    request: RequestSpec
+    prefill_worker: Name
+    prefill_generation: Name
+
+
+class Cancel(Message, frozen=True):
+    """Nobody waits for (request, attempt) any more."""
+
+    request_id: Name
+    attempt: Attempt
+
+
+# --- prefill -> decode -----------------------------------------------------------------------------
+
+
+class KvHello(Message, frozen=True):
+    """First message on a KV connection."""
+
+    protocol: Positive
+    worker_id: Name
+    generation: Name
+    fingerprint: Fingerprint
+    layout: KvLayout
+
+
+class KvOffer(Message, frozen=True):
+    """KV of `num_tokens` prompt tokens will come for (request, attempt), once granted."""
+
+    request_id: Name
+    attempt: Attempt
+    num_tokens: Positive
+
+
+class KvHeader(Message, frozen=True):
+    """One layer's K and V of tokens [start, stop) and KV heads [head_start, head_stop); two body frames follow,
+    each [stop - start, head_stop - head_start, head_dim] of `dtype`, C-contiguous."""
+
+    request_id: Name
+    attempt: Attempt
+    layer: Count
+    start: Count
+    stop: Count
+    head_start: Count
+    head_stop: Count
+    dtype: Text
+
+
+class KvFirstToken(Message, frozen=True):
+    """Behind the last KV frame: the token that prefill sampled."""
+
+    request_id: Name
+    attempt: Attempt
+    token_id: TokenId
+
+
+class KvAbort(Message, frozen=True):
+    """No KV will come (any more) for (request, attempt)."""
+
+    request_id: Name
+    attempt: Attempt
+    reason: Text
+
+
+# --- decode -> prefill -----------------------------------------------------------------------------
+
+
+class KvWelcome(Message, frozen=True):
+    """The decode worker accepts this peer's KV. `generation` is the decode worker's."""
+
+    generation: Name
+
+
+class KvGrant(Message, frozen=True):
+    """Blocks are reserved: ship tokens from `first_token` on, with at most `window_bytes` not yet credited."""
+
+    request_id: Name
+    attempt: Attempt
+    first_token: Count
+    window_bytes: Positive
+
+
+class KvCredit(Message, frozen=True):
+    """Body bytes spliced so far for (request, attempt), counted from the start."""
+
+    request_id: Name
+    attempt: Attempt
+    spliced_bytes: Count
+
+
+class KvDone(Message, frozen=True):
+    """All KV and the first token are here: the prefill worker may free its blocks."""
+
+    request_id: Name
+    attempt: Attempt
+
+
+class KvRevoke(Message, frozen=True):
+    """The decode worker no longer wants (request, attempt)."""
+
+    request_id: Name
+    attempt: Attempt
+    reason: Text
+
+
+WorkerToGateway = Hello | Heartbeat | StepOutput | Goodbye
+GatewayToWorker = Welcome | Refused | Reintroduce | GatewayBeat | PrefillRequest | DecodeRequest | Cancel
+PrefillToDecode = KvHello | KvOffer | KvHeader | KvFirstToken | KvAbort
+DecodeToPrefill = KvWelcome | Refused | KvGrant | KvCredit | KvDone | KvRevoke
+
+
+_Incoming = TypeVar("_Incoming")
+
+
+def encode(message: Message) -> bytes:
+    """One message as one msgpack frame."""
+    return msgspec.msgpack.encode(message)
+
+
+class Decoder(Generic[_Incoming]):
+    """Decodes frames into one direction's messages; anything else is a `MessageError`."""
+
+    def __init__(self, union: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[_Incoming] = msgspec.msgpack.Decoder(union)
+
+    def __call__(self, frame: bytes | memoryview) -> _Incoming:
+        if len(frame) > MAX_CONTROL_BYTES:
+            raise MessageError(f"frame of {len(frame)} bytes, at most {MAX_CONTROL_BYTES} are allowed")
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise MessageError(f"malformed message: {error}") from error
+
+
+decode_from_worker: Final[Decoder[WorkerToGateway]] = Decoder(WorkerToGateway)
+decode_from_gateway: Final[Decoder[GatewayToWorker]] = Decoder(GatewayToWorker)
+decode_from_prefill: Final[Decoder[PrefillToDecode]] = Decoder(PrefillToDecode)
+decode_from_decode: Final[Decoder[DecodeToPrefill]] = Decoder(DecodeToPrefill)
