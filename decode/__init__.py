@@ -1,0 +1,1 @@
+"""Decode workers: KV and a first token in, the other tokens out."""

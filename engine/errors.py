@@ -2,6 +2,7 @@
 
 EngineError
 ├── ModelError          a checkpoint cannot be served (unknown architecture, missing or surplus weight, bad config)
+├── DeviceError         the device that was asked for is not there, or torch cannot use it
 ├── CapacityError       the KV pool or the device memory is too small for what was asked; says by how much
 ├── OutOfBlocksError    an allocation did not fit (a scheduler's own matter; never reaches a client)
 └── RejectedError       a request that this worker can never serve; `str(error)` is safe to show the client
@@ -14,6 +15,10 @@ class EngineError(Exception):
 
 class ModelError(EngineError):
     """The checkpoint cannot be served; the message names the architecture, weight or field."""
+
+
+class DeviceError(EngineError):
+    """The device that was asked for cannot be used; the message names it."""
 
 
 class CapacityError(EngineError):

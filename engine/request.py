@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtransfer.messages import EndReason, LifetimeEvent, RequestSpec, SamplingParams
+from kvtransfer.messages import EndReason, LifetimeEvent, RequestOutput, RequestSpec, SamplingParams
 
 RequestKey = tuple[str, int]
 """(request_id, attempt): names one hand-over."""
@@ -24,20 +24,26 @@ class RequestState(Enum):
     prefill:   WAITING -> RUNNING -> HANDING_OVER -> ENDED
     decode:    WAITING -> RECEIVING -> RUNNING -> ENDED
     colocated: WAITING -> RUNNING -> ENDED
+
+    A request that ends while a transfer thread may still touch its blocks goes through CLOSING.
     """
 
     WAITING = "waiting"  # no blocks yet
     RECEIVING = "receiving"  # decode: blocks reserved, KV arriving
     RUNNING = "running"  # takes part in steps
     HANDING_OVER = "handing_over"  # prefill: computed, blocks held until decode has the KV
+    CLOSING = "closing"  # the terminal word is given; blocks are still lent to a transfer
     ENDED = "ended"  # terminal; owns no blocks
 
 
 _MOVES: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.WAITING: frozenset({RequestState.RECEIVING, RequestState.RUNNING, RequestState.ENDED}),
-    RequestState.RECEIVING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
-    RequestState.RUNNING: frozenset({RequestState.HANDING_OVER, RequestState.ENDED}),
-    RequestState.HANDING_OVER: frozenset({RequestState.ENDED}),
+    RequestState.WAITING: frozenset(
+        {RequestState.RECEIVING, RequestState.RUNNING, RequestState.CLOSING, RequestState.ENDED}
+    ),
+    RequestState.RECEIVING: frozenset({RequestState.RUNNING, RequestState.CLOSING, RequestState.ENDED}),
+    RequestState.RUNNING: frozenset({RequestState.HANDING_OVER, RequestState.CLOSING, RequestState.ENDED}),
+    RequestState.HANDING_OVER: frozenset({RequestState.CLOSING, RequestState.ENDED}),
+    RequestState.CLOSING: frozenset({RequestState.ENDED}),
     RequestState.ENDED: frozenset(),
 }
 
@@ -98,9 +104,22 @@ class Request:
             raise IllegalMoveError(f"request {self.key}: {self.state.name} -> {state.name} is not a legal move")
         self.state = state
 
+    def readings(self) -> dict[LifetimeEvent, float]:
+        """Lifetime readings as they go over the wire: seconds since RECEIVED."""
+        start = self.events[LifetimeEvent.RECEIVED]
+        return {event: at - start for event, at in self.events.items()}
+
     def record(self, event: LifetimeEvent, now: float) -> None:
         """Notes the first time that `event` happened."""
         self.events.setdefault(event, now)
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What one request has to say to the gateway that owns it."""
+
+    gateway: str
+    output: RequestOutput
 
 
 @dataclass(frozen=True)

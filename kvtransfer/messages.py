@@ -11,6 +11,7 @@ values out of range are refused while decoding, so what a handler receives is al
 Every hand-over is named by (request_id, attempt); whatever names an attempt that is over is dropped.
 """
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, Any, Final, Generic, TypeVar
 
@@ -215,11 +216,12 @@ class Hello(Message, frozen=True):
 
 class Heartbeat(Message, frozen=True):
     """Sent by the control thread at a fixed rate. `progress` counts engine steps and idle wake-ups: while it stands
-    still for long, the engine is stuck although the process lives."""
+    still for long, the engine is stuck although the process lives. `draining`: send no new requests."""
 
     generation: Name
     progress: Count
     load: Load
+    draining: bool = False
 
 
 class StepOutput(Message, frozen=True):
@@ -412,6 +414,15 @@ class Decoder(Generic[_Incoming]):
             return self._decoder.decode(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise MessageError(f"malformed message: {error}") from error
+
+    def or_error(self, frames: Sequence[bytes | memoryview]) -> _Incoming | MessageError:
+        """The message in `frames`, which must be one frame, or what is wrong with it."""
+        if len(frames) != 1:
+            return MessageError(f"{len(frames)} frames, this message is one")
+        try:
+            return self(frames[0])
+        except MessageError as error:
+            return error
 
 
 decode_from_worker: Final[Decoder[WorkerToGateway]] = Decoder(WorkerToGateway)

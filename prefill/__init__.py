@@ -1,0 +1,1 @@
+"""Prefill workers: prompts in, KV and a first token out."""

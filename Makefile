@@ -1,0 +1,44 @@
+# `make serve` and `make test` are all that a new checkout needs: Python 3.11 or newer, and make.
+
+PYTHON ?= python3
+VENV := .venv
+INSTALLED := $(VENV)/.installed
+# Extra flags for `make serve` and `make test`, as in: make serve ARGS='--port 9000'
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check venv fetch-model clean
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+
+serve: $(INSTALLED)  ## Start everything on this machine; Ctrl-C stops it
+	@exec $(VENV)/bin/kvsplice serve $(ARGS)
+
+test: $(INSTALLED) fetch-model  ## Run the whole suite; needs no GPU
+	$(VENV)/bin/pytest $(ARGS)
+
+check: $(INSTALLED)  ## Lint, format, types, import rules
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/pytest -q tests/test_imports.py tests/test_kernels_name.py
+
+venv: $(INSTALLED)  ## Make .venv with pinned dependencies
+
+fetch-model: $(INSTALLED)  ## Download and convert the default model, once
+	@$(VENV)/bin/kvsplice fetch-model
+
+clean:  ## Remove .venv and all caches of the tools; the model stays in the user's cache folder
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first and alone, so that a CPU build which pip is configured to find can serve. A half-made
+# environment is made anew; the marker is written last.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "kvsplice needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
+	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[gateway,worker,convert,dev]'
+	@touch $@

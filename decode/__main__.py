@@ -1,0 +1,58 @@
+"""`python -m decode` and `kvsplice decode`: one decode worker."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from decode.config import DecodeConfig
+from decode.scheduler import DecodeLimits, DecodeScheduler
+from decode.worker import DecodeRole, PoolSink
+from engine.assembly import Engine, assemble, introduce
+from engine.startup import failures_in_one_line
+from kvtransfer.channel import KvListener, endpoint_port, tcp_endpoint
+from kvtransfer.control import GatewayLinks, LinkTiming
+from kvtransfer.logs import configure_logging
+from kvtransfer.mailbox import Mailbox
+from kvtransfer.messages import Role
+from kvtransfer.receiver import KvReceiver, ReceiverLimits
+from kvtransfer.settings import parse
+from kvtransfer.worker import Worker, WorkerEvent
+from launcher.default_model import resolve_model
+
+PROG = "kvsplice decode"
+DESCRIPTION = "Takes KV cache from prefill workers and generates, many requests in one continuous batch."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a decode worker until it is told to stop; returns the exit code."""
+    config = parse(DecodeConfig, sys.argv[1:] if argv is None else argv, os.environ, PROG, DESCRIPTION)
+    configure_logging(config.log_level)
+    with failures_in_one_line(PROG):
+        listener = KvListener(config.kv_host, config.kv_port)
+        engine = assemble(config, resolve_model(config.model), config.max_num_seqs)
+        return build(config, engine, listener).run()
+
+
+def build(config: DecodeConfig, engine: Engine, listener: KvListener) -> Worker:
+    """The worker around an engine, not started yet."""
+    inbox: Mailbox[WorkerEvent] = Mailbox()
+    kv_endpoint = tcp_endpoint(config.kv_dial_host, endpoint_port(listener.endpoint))
+    hello = introduce(config, Role.DECODE, engine, kv_endpoint)
+    limits = DecodeLimits(config.max_num_seqs, config.max_waiting, engine.max_model_len, config.lease_s)
+    scheduler = DecodeScheduler(engine.pool, limits, engine.eos_token_ids)
+    receiver = KvReceiver(
+        listener=listener,
+        identity=(hello.fingerprint, hello.layout),
+        generation=hello.generation,
+        sink=PoolSink(engine, scheduler),
+        limits=ReceiverLimits(config.kv_window_mib << 20, config.lease_s),
+        events=inbox,
+    )
+    links = GatewayLinks(
+        hello, config.gateway, LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s), inbox
+    )
+    return Worker(DecodeRole(engine, scheduler, receiver), links, inbox, config.shutdown_timeout_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Settings of a decode worker."""
+
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from kvtransfer.addresses import check_host, check_private_bind, is_wildcard
+from kvtransfer.errors import SettingsError
+from kvtransfer.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(EngineConfig):
+    """An engine that takes KV from prefill workers and generates."""
+
+    kv_host: str = setting("127.0.0.1", "Address to take KV on.", group="network", metavar="HOST")
+    kv_port: int = setting(0, "Port to take KV on; 0 takes any free one.", group="network", ge=0, le=65535)
+    kv_advertise_host: str | None = setting(
+        None,
+        "Host that prefill workers dial; needed when --kv-host means all interfaces.",
+        group="network",
+        metavar="HOST",
+        default_text="the same as --kv-host",
+    )
+    kv_window_mib: int = setting(
+        16, "KV of one request that may be on its way at once, in MiB.", group="network", ge=1, le=4096
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_private_bind("--kv-host", self.kv_host, self.insecure)
+        check_host("--kv-advertise-host", self.kv_dial_host)
+        if is_wildcard(self.kv_dial_host):
+            raise SettingsError(f"--kv-advertise-host is needed: prefill workers cannot dial {self.kv_dial_host}")
+
+    @property
+    def kv_dial_host(self) -> str:
+        """The host that prefill workers dial."""
+        return self.kv_advertise_host or self.kv_host

@@ -1,0 +1,199 @@
+"""Which requests take part in the next step. Knows no torch, socket or clock: time comes in as an argument.
+
+The life of a request here:
+
+1. `add`: checked by the worker, queued (WAITING).
+2. First come, first served, blocks for all its tokens are reserved and its KV is expected (RECEIVING). No room: it
+   waits, and prefill holds its KV; the wait is bounded by the lease.
+3. `reception_ended`: the KV is in the pool and the first token known; it takes part in the next step (RUNNING).
+4. Each step gives each running request one token, until a stop rule ends it (ENDED).
+
+A request reserves room for prompt + max_tokens - 1 tokens: the last token is never fed back, and no running request
+can be left without a block.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from engine.block_pool import BlockPool
+from engine.request import Outgoing, Request, RequestKey, RequestState, ScheduledRow
+from engine.request_book import RequestBook
+from engine.stopping import finish_reason
+from kvtransfer.incoming import PeerId, ReceptionEnded, ReceptionOutcome
+from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestOutput
+
+
+@dataclass(frozen=True)
+class DecodeLimits:
+    """Requests that hold blocks at once, requests waiting, tokens a request, seconds to wait for room."""
+
+    max_num_seqs: int
+    max_waiting: int
+    max_model_len: int
+    lease: float
+
+
+@dataclass(eq=False, kw_only=True)
+class DecodeJob(Request):
+    """A request with where its KV comes from. `num_reported`: output tokens that the gateway was told of."""
+
+    peer: PeerId
+    num_reported: int = 0
+
+
+@dataclass(frozen=True)
+class ExpectKv:
+    """Blocks are reserved: take the request's KV."""
+
+    request: DecodeJob
+
+
+@dataclass(frozen=True)
+class CloseReception:
+    """Stop taking KV; answered by `reception_ended`."""
+
+    key: RequestKey
+    reason: str
+
+
+ReceptionCommand = ExpectKv | CloseReception
+
+
+class DecodeScheduler(RequestBook[DecodeJob]):
+    """Owns all requests of a decode worker. What it decides is drained by `take_outputs` and `take_commands`."""
+
+    def __init__(self, pool: BlockPool, limits: DecodeLimits, eos_token_ids: AbstractSet[int]) -> None:
+        super().__init__()
+        self._pool = pool
+        self._limits = limits
+        self._eos_token_ids = eos_token_ids
+        self._waiting: deque[DecodeJob] = deque()
+        self._running: list[DecodeJob] = []
+        self._commands: list[ReceptionCommand] = []
+
+    # --- what it holds
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests) - len(self._waiting)
+
+    def take_commands(self) -> list[ReceptionCommand]:
+        commands, self._commands = self._commands, []
+        return commands
+
+    # --- events
+
+    def add(self, request: DecodeJob, now: float) -> None:
+        """Queues a request, or ends it at once with OVERLOADED if the queue is full."""
+        if request.key in self._requests:
+            return  # a repeated message; the first one is being served
+        request.record(LifetimeEvent.RECEIVED, now)
+        self._requests[request.key] = request
+        if len(self._waiting) >= self._limits.max_waiting:
+            self._end(request, EndReason.OVERLOADED, now, "the decode queue is full")
+            return
+        self._waiting.append(request)
+        self._reserve(now)
+
+    def reception_ended(self, event: ReceptionEnded, now: float) -> None:
+        """The receiver will not touch the request's blocks again; ARRIVED brings the first token."""
+        request = self._requests.get(event.key)
+        if request is None:
+            return
+        if request.state is RequestState.CLOSING:
+            self._release(request, now)
+            return
+        request.move(RequestState.RUNNING)
+        self._running.append(request)
+        if event.outcome is not ReceptionOutcome.ARRIVED or event.first_token_id is None:
+            self._end(request, EndReason.FAILED, now, f"the KV did not arrive: {event.reason or event.outcome.value}")
+            return
+        if event.first_frame_at is not None:
+            request.record(LifetimeEvent.FIRST_FRAME, event.first_frame_at)
+        request.record(LifetimeEvent.SPLICED, now)
+        request.num_computed = request.num_prompt
+        self._append(request, event.first_token_id, now)
+
+    def expire(self, now: float) -> None:
+        """Ends requests that have waited for room longer than the lease."""
+        for request in list(self._waiting):
+            if now - request.events[LifetimeEvent.RECEIVED] > self._limits.lease:
+                self._end(request, EndReason.OVERLOADED, now, f"no room in the KV pool for {self._limits.lease:g} s")
+
+    # --- the step
+
+    def schedule(self, now: float) -> list[ScheduledRow]:
+        """One row of one token for each running request; empty if there is nothing to do."""
+        for request in self._running:
+            request.record(LifetimeEvent.RUNNING, now)
+        return [ScheduledRow(request, request.num_computed, request.num_uncomputed) for request in self._running]
+
+    def complete(self, rows: Sequence[ScheduledRow], sampled: Sequence[int | None], now: float) -> None:
+        """Books a step: each row's sampled token, and ends."""
+        for row, token_id in zip(rows, sampled, strict=True):
+            assert isinstance(row.request, DecodeJob), row.request
+            assert token_id is not None, f"row of {row.request.key} sampled nothing"
+            row.request.num_computed = row.stop
+            self._append(row.request, token_id, now)
+            if row.request.num_reported < len(row.request.output_token_ids):
+                self._say(row.request, None)
+
+    def _append(self, request: DecodeJob, token_id: int, now: float) -> None:
+        request.output_token_ids.append(token_id)
+        reason = finish_reason(request, self._eos_token_ids, self._limits.max_model_len)
+        if reason is not None:
+            self._end(request, reason, now)
+
+    def _reserve(self, now: float) -> None:
+        while self._waiting and self.num_running < self._limits.max_num_seqs:
+            request = self._waiting[0]
+            num_tokens = request.num_prompt + request.sampling.max_tokens - 1
+            if not self._pool.can_fit(num_tokens):
+                return
+            request.block_ids = self._pool.allocate(num_tokens, owner=request.key)
+            self._waiting.popleft()
+            request.move(RequestState.RECEIVING)
+            request.record(LifetimeEvent.RESERVED, now)
+            self._commands.append(ExpectKv(request))
+
+    # --- ends
+
+    def _end(self, request: DecodeJob, reason: EndReason, now: float, message: str = "") -> None:
+        request.record(LifetimeEvent.ENDED, now)
+        request.end_reason = reason
+        self._say(request, RequestEnd(reason, message))
+        if request.state is RequestState.RECEIVING:
+            request.move(RequestState.CLOSING)
+            self._commands.append(CloseReception(request.key, message or reason.value))
+            return
+        if request.state is RequestState.RUNNING:
+            self._running.remove(request)
+        elif request in self._waiting:
+            self._waiting.remove(request)
+        self._release(request, now)
+
+    def _release(self, request: DecodeJob, now: float) -> None:
+        self._pool.free(request.block_ids, owner=request.key)
+        request.block_ids = []
+        request.move(RequestState.ENDED)
+        del self._requests[request.key]
+        self._reserve(now)
+
+    def _say(self, request: DecodeJob, end: RequestEnd | None) -> None:
+        """Tells the gateway what is new. The first token is said again: prefill's word may have been lost with it."""
+        start, request.num_reported = request.num_reported, len(request.output_token_ids)
+        output = RequestOutput(
+            request_id=request.spec.request_id,
+            attempt=request.spec.attempt,
+            start=start,
+            token_ids=tuple(request.output_token_ids[start:]),
+            end=end,
+            events=request.readings() if end is not None else {},
+        )
+        self._outputs.append(Outgoing(request.gateway, output))

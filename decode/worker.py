@@ -1,0 +1,103 @@
+"""A decode worker: takes KV from prefill workers and keeps many requests generating in one continuous batch.
+
+1. A request comes from a gateway, is checked and queued until blocks for all its tokens can be reserved.
+2. The receiver takes its KV straight into those blocks, off the step loop.
+3. With the KV complete and prefill's first token here, it takes part in each step until a stop rule ends it.
+4. Each step's tokens go out in one message a gateway.
+"""
+
+import logging
+import time
+
+import torch
+
+from decode.scheduler import CloseReception, DecodeJob, DecodeScheduler, ExpectKv, ReceptionCommand
+from engine.assembly import Engine
+from engine.buffers import from_bytes
+from engine.kv_cache import dtype_named
+from engine.role import EngineRole
+from kvtransfer.channel import KvBody
+from kvtransfer.control import RequestMessage
+from kvtransfer.incoming import ReceptionEnded
+from kvtransfer.messages import (
+    DecodeRequest,
+    KvHeader,
+)
+from kvtransfer.outgoing import TransferKey
+from kvtransfer.receiver import KvReceiver
+from kvtransfer.worker import TransferEvent
+
+logger = logging.getLogger(__name__)
+
+
+class PoolSink:
+    """Writes KV into the pool for the receiver's thread. A request's blocks stay put until its reception has ended."""
+
+    def __init__(self, engine: Engine, scheduler: DecodeScheduler) -> None:
+        self._kv_cache = engine.kv_cache
+        self._scheduler = scheduler
+        self._dtype = dtype_named(engine.layout.dtype)
+
+    def splice(self, key: TransferKey, header: KvHeader, body: KvBody) -> None:
+        """Copies K and V, each [tokens, heads, head_dim], into the request's own blocks."""
+        job = self._scheduler.find(key)
+        assert job is not None, f"{key} was freed while its KV was being written"
+        shape = (header.stop - header.start, header.head_stop - header.head_start, self._kv_cache.layout.head_dim)
+        k, v = (from_bytes(part, self._dtype, shape) for part in (body.k, body.v))
+        self._kv_cache.splice(header.layer, job.block_ids, header.start, header.stop, k, v, header.head_start)
+
+    def finish(self, key: TransferKey) -> None:
+        """Waits until a GPU has all of it; a CPU has it already."""
+        if self._kv_cache.device.type == "cuda":
+            torch.cuda.current_stream(self._kv_cache.device).synchronize()
+
+
+class DecodeRole(EngineRole):
+    """The decode side of `kvtransfer.worker.WorkerRole`."""
+
+    def __init__(self, engine: Engine, scheduler: DecodeScheduler, receiver: KvReceiver) -> None:
+        super().__init__(engine, scheduler, holds_output=True)
+        self._scheduler = scheduler
+        self._receiver = receiver
+
+    def start(self) -> None:
+        self._receiver.start()
+
+    def stop(self) -> None:
+        self._receiver.stop()
+
+    def is_alive(self) -> bool:
+        return self._receiver.is_alive()
+
+    def add(self, gateway: str, message: RequestMessage, now: float) -> None:
+        if not isinstance(message, DecodeRequest):
+            logger.error("gateway %s sent a %s to a decode worker", gateway, type(message).__name__)
+            return
+        if self._can_serve(gateway, message.request):
+            peer = (message.prefill_worker, message.prefill_generation)
+            self._scheduler.add(DecodeJob(spec=message.request, gateway=gateway, peer=peer), now)
+
+    def on_transfer(self, event: TransferEvent, now: float) -> None:
+        assert isinstance(event, ReceptionEnded), event
+        self._scheduler.reception_ended(event, now)
+
+    def step(self) -> bool:
+        now = time.monotonic()
+        self._scheduler.expire(now)
+        rows = self._scheduler.schedule(now)
+        if not rows:
+            return False
+        sampled = self._engine.runner.step(rows)
+        self._scheduler.complete(rows, sampled, time.monotonic())
+        return True
+
+    def _carry_out_commands(self) -> None:
+        for command in self._scheduler.take_commands():
+            self._carry_out(command)
+
+    def _carry_out(self, command: ReceptionCommand) -> None:
+        match command:
+            case ExpectKv(job):
+                self._receiver.expect(job.key, job.peer, job.num_prompt, first_token=0)
+            case CloseReception(key, reason):
+                self._receiver.close(key, reason)

@@ -1,0 +1,75 @@
+"""Puts a worker's engine together from its settings: model, KV pool, block books, runner; and says who it is."""
+
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.block_pool import BlockPool
+from engine.config import EngineConfig
+from engine.kv_cache import KvCache
+from engine.loading import LoadedModel, PoolSettings, allocate_kv_cache, load, resolve_max_model_len
+from engine.runner import Runner
+from engine.sampler import Sampler
+from kvtransfer.messages import PROTOCOL_VERSION, Fingerprint, Hello, KvLayout, Limits, Role
+
+
+@dataclass(frozen=True)
+class Engine:
+    """All that computes in one worker."""
+
+    loaded: LoadedModel
+    kv_cache: KvCache
+    pool: BlockPool
+    runner: Runner
+    max_model_len: int
+
+    @property
+    def layout(self) -> KvLayout:
+        return self.kv_cache.layout
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return self.loaded.fingerprint
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self.loaded.eos_token_ids
+
+
+def assemble(config: EngineConfig, model_path: Path, max_num_batched_tokens: int) -> Engine:
+    """Loads the model and takes the memory for its KV pool. Raises EngineError subclasses."""
+    if config.cpu_threads is not None:
+        torch.set_num_threads(config.cpu_threads)
+    loaded = load(model_path, dtype=config.dtype, device=config.device, kernels=config.kernels)
+    max_model_len = resolve_max_model_len(loaded.config, config.max_model_len)
+    sampler = Sampler(loaded.config.vocab_size, loaded.eos_token_ids, loaded.device)
+    settings = PoolSettings(
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        kv_cache_gib=config.kv_cache_gib,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+    )
+    kv_cache = allocate_kv_cache(loaded, settings, sampler)
+    pool = BlockPool(kv_cache.num_blocks, config.block_size)
+    runner = Runner(loaded.model, loaded.kernels, kv_cache, sampler)
+    return Engine(loaded, kv_cache, pool, runner, max_model_len)
+
+
+def introduce(config: EngineConfig, role: Role, engine: Engine, kv_endpoint: str | None) -> Hello:
+    """What this process says of itself; `generation` is drawn anew at each start."""
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        role=role,
+        worker_id=config.worker_id or f"{role.value}-{socket.gethostname()}-{os.getpid()}",
+        generation=secrets.token_hex(8),
+        fingerprint=engine.fingerprint,
+        layout=engine.layout,
+        limits=Limits(engine.max_model_len, config.max_num_seqs, engine.kv_cache.num_tokens),
+        kv_endpoint=kv_endpoint,
+    )

@@ -1,0 +1,114 @@
+"""Settings that prefill and decode workers share."""
+
+from dataclasses import dataclass
+
+from kvtransfer.addresses import check_endpoint
+from kvtransfer.errors import SettingsError
+from kvtransfer.settings import Settings, setting
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(Settings):
+    """One worker: its model, its memory, whom it talks to. Times are in seconds."""
+
+    model: str = setting(
+        DEFAULT_MODEL,
+        "Checkpoint to serve: the embedded default's name, a local Hugging Face folder, or a hub name.",
+        group="model",
+        metavar="PATH_OR_NAME",
+    )
+    dtype: str = setting(
+        "auto",
+        "Number format of weights, activations and KV cache; auto takes the checkpoint's.",
+        group="model",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    max_model_len: int | None = setting(
+        None,
+        "Most tokens of one request, prompt and output together.",
+        group="model",
+        ge=1,
+        default_text="the model's own limit",
+    )
+    device: str = setting(
+        "auto", "Where to compute; auto takes a GPU if there is one.", group="device", choices=("auto", "cpu", "cuda")
+    )
+    kernels: str = setting(
+        "auto", "Kernel backend; auto takes the best for the device.", group="device", choices=("auto", "reference")
+    )
+    cpu_threads: int | None = setting(
+        None, "Threads for computing on a CPU.", group="device", ge=1, le=1024, default_text="all cores"
+    )
+    max_num_seqs: int = setting(64, "Most requests in one batch.", group="batching and memory", ge=1, le=65536)
+    max_waiting: int = setting(
+        256, "Most requests that wait for room; more are turned away.", group="batching and memory", ge=1, le=1 << 20
+    )
+    block_size: int = setting(
+        16,
+        "Tokens in one block of the KV pool; prefill and decode may differ.",
+        group="batching and memory",
+        ge=1,
+        le=1024,
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "On a GPU: share of its memory for weights, activations and KV pool.",
+        group="batching and memory",
+        ge=0.01,
+        le=1.0,
+    )
+    kv_cache_gib: float = setting(
+        2.0, "On a CPU: size of the KV pool in GiB.", group="batching and memory", ge=0.001, le=1 << 16
+    )
+    gateway: tuple[str, ...] = setting(
+        ("tcp://127.0.0.1:8790",),
+        "Control address of each gateway to work for; repeat the flag or separate by commas.",
+        group="network",
+        metavar="tcp://HOST:PORT",
+    )
+    insecure: bool = setting(
+        False,
+        "Allow sockets between our processes on addresses that other machines can reach. They have no authentication "
+        "or encryption yet: use a private network.",
+        group="network",
+    )
+    worker_id: str | None = setting(
+        None,
+        "Name of this worker, unique in the cluster.",
+        group="process",
+        default_text="made of role, host and process id",
+    )
+    heartbeat_interval_s: float = setting(
+        0.5, "Seconds between signs of life to a gateway.", group="timing", ge=0.05, le=60
+    )
+    gateway_dead_after_s: float = setting(
+        5.0,
+        "A gateway that is silent for so many seconds is given up, and its requests with it.",
+        group="timing",
+        ge=0.1,
+        le=3600,
+    )
+    lease_s: float = setting(
+        60.0,
+        "Longest wait for the other worker of a request, in seconds, before its blocks are taken back.",
+        group="timing",
+        ge=0.1,
+        le=86400,
+    )
+    shutdown_timeout_s: float = setting(
+        10.0, "Seconds that running requests get to end after SIGTERM.", group="timing", ge=0, le=3600
+    )
+    log_level: str = setting("info", "How much to log.", group="process", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.gateway:
+            raise SettingsError("--gateway needs at least one address")
+        if len(set(self.gateway)) != len(self.gateway):
+            raise SettingsError("--gateway names the same address twice")
+        for address in self.gateway:
+            check_endpoint("--gateway", address)
+        if self.gateway_dead_after_s <= self.heartbeat_interval_s:
+            raise SettingsError("--gateway-dead-after-s must be longer than --heartbeat-interval-s")

@@ -1,0 +1,102 @@
+"""The tensors of a paged KV pool: K and V of every layer, by block. Knows no requests; who owns a block is BlockPool's.
+
+    layer i, K (and V alike):   [num_blocks, block_size, num_kv_heads, head_dim]
+
+`gather` and `splice` speak tokens, layers and heads, so two pools with different block sizes can exchange KV.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.batch import slots_of
+from engine.errors import CapacityError
+from kernels.face import Kernels
+from kvtransfer.messages import KvLayout
+
+GIB = 1 << 30
+
+
+def bytes_per_block(layout: KvLayout) -> int:
+    """Bytes of one block over all layers, K and V together."""
+    itemsize = dtype_named(layout.dtype).itemsize
+    return 2 * layout.num_layers * layout.block_size * layout.num_kv_heads * layout.head_dim * itemsize
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """torch.bfloat16 for "bfloat16"."""
+    dtype = getattr(torch, name, None)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+class KvCache:
+    """Allocates the pool and moves token ranges in and out of it. Memory is not touched before it is written."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, kernels: Kernels, device: torch.device) -> None:
+        """Raises CapacityError if the device cannot give the memory."""
+        assert num_blocks > 0, num_blocks
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.device = device
+        self._kernels = kernels
+        shape = (layout.num_layers, 2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        try:
+            self._pool = torch.empty(shape, dtype=dtype_named(layout.dtype), device=device)
+        except RuntimeError as error:
+            wanted = num_blocks * bytes_per_block(layout) / GIB
+            raise CapacityError(f"{device} has no {wanted:.2f} GiB for {num_blocks} KV blocks: {error}") from error
+
+    @property
+    def block_size(self) -> int:
+        return self.layout.block_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that fit the whole pool."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * bytes_per_block(self.layout)
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer, each [num_blocks, block_size, num_kv_heads, head_dim]; views of the pool."""
+        return self._pool[index, 0], self._pool[index, 1]
+
+    def fill(self, value: float) -> None:
+        """Overwrites every slot, for instance with NaN to prove that unused ones are never read."""
+        self._pool.fill_(value)
+
+    def gather(self, layer: int, block_ids: Sequence[int], start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a request's tokens [start, stop), contiguous copies [stop - start, num_kv_heads, head_dim].
+
+        `block_ids`: all blocks of the request, in the order of its tokens; the range may start inside one.
+        """
+        slots = self._slots(block_ids, start, stop)
+        return self._kernels.gather_kv(*self.layer(layer), slots)
+
+    def splice(
+        self,
+        layer: int,
+        block_ids: Sequence[int],
+        start: int,
+        stop: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        head_start: int = 0,
+    ) -> None:
+        """Writes K and V [stop - start, heads, head_dim] of the pool's dtype, from any device, to a request's tokens
+        [start, stop) and KV heads [head_start, head_start + heads). The reverse of `gather`."""
+        heads = key.shape[1]
+        assert head_start + heads <= self.layout.num_kv_heads, (head_start, heads, self.layout.num_kv_heads)
+        assert key.shape == value.shape == (stop - start, heads, self.layout.head_dim), (key.shape, value.shape)
+        assert key.dtype == value.dtype == self._pool.dtype, (key.dtype, value.dtype, self._pool.dtype)
+        slots = self._slots(block_ids, start, stop)
+        key, value = key.to(self.device), value.to(self.device)
+        self._kernels.splice_kv(*self.layer(layer), slots, key, value, head_start)
+
+    def _slots(self, block_ids: Sequence[int], start: int, stop: int) -> torch.Tensor:
+        room = len(block_ids) * self.block_size
+        assert 0 <= start < stop <= room, f"tokens [{start}, {stop}) of a request with blocks for {room}"
+        return slots_of(block_ids, start, stop, self.block_size).to(self.device)

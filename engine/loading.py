@@ -1,0 +1,209 @@
+"""From a checkpoint folder to a model that runs and a KV pool that fits: what a worker does once, at its start."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from engine.block_pool import blocks_for
+from engine.errors import CapacityError, DeviceError, ModelError
+from engine.kv_cache import GIB, KvCache, bytes_per_block, dtype_named
+from engine.model import CausalLm
+from engine.model_config import ModelConfig, load_model_config, read_json
+from engine.request import Request, ScheduledRow
+from engine.runner import Runner, Sample
+from engine.weights import checkpoint_dtype, load_weights
+from kernels.face import Kernels
+from kernels.select import select_kernels
+from kvtransfer.messages import Fingerprint, KvLayout, RequestSpec, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+AUTO: Final = "auto"
+DTYPES: Final = ("float32", "bfloat16", "float16")
+"""What a forward computes in, beside "auto": the checkpoint's own."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in the device's memory, and who it is."""
+
+    model: CausalLm
+    config: ModelConfig
+    kernels: Kernels
+    device: torch.device
+    dtype: torch.dtype
+    fingerprint: Fingerprint
+    eos_token_ids: frozenset[int]
+
+    def kv_layout(self, block_size: int) -> KvLayout:
+        """The KV of one token, and the worker's own block size."""
+        return KvLayout(
+            num_layers=self.config.num_layers,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=_name_of(self.dtype),
+            block_size=block_size,
+        )
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """What decides the size of the KV pool. `kv_cache_gib` counts on a CPU, `gpu_memory_utilization` (share of the
+    device's memory that this worker may use in all) on a GPU."""
+
+    block_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    kv_cache_gib: float
+    gpu_memory_utilization: float
+
+
+def load(model_path: Path, *, dtype: str, device: str, kernels: str) -> LoadedModel:
+    """Loads a checkpoint folder. Raises ModelError (the checkpoint), DeviceError, KernelsError (no such
+    kernels), CapacityError (no memory for the weights)."""
+    target = select_device(device)
+    backend = select_kernels(kernels, target)
+    config = load_model_config(model_path)
+    compute_dtype = select_dtype(dtype, model_path)
+    model = _allocate(config, compute_dtype, target)
+    weights_digest = load_weights(model, model_path)
+    fingerprint = Fingerprint(
+        architecture=config.architecture,
+        config=config.digest(),
+        weights=weights_digest,
+        dtype=_name_of(compute_dtype),
+        vocab_size=config.vocab_size,
+    )
+    eos_token_ids = read_eos_token_ids(model_path)
+    logger.info("loaded %s (%s, %s, kernels %s)", model_path, config.architecture, fingerprint.dtype, backend.name)
+    return LoadedModel(model, config, backend, target, compute_dtype, fingerprint, eos_token_ids)
+
+
+def select_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is the GPU if there is one. Raises DeviceError if torch cannot use it here."""
+    if name == AUTO:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(f"unknown device {name!r}: {error}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(f"device {name} was asked for, but torch finds no usable GPU")
+    return device
+
+
+def select_dtype(name: str, model_path: Path) -> torch.dtype:
+    """A dtype by name; "auto" is the checkpoint's. Raises ModelError for one that a forward cannot compute in."""
+    chosen = _name_of(checkpoint_dtype(model_path)) if name == AUTO else name
+    if chosen not in DTYPES:
+        raise ModelError(f"cannot compute in dtype {chosen!r}; choose one of: {', '.join(DTYPES)}")
+    return dtype_named(chosen)
+
+
+def read_eos_token_ids(model_path: Path) -> frozenset[int]:
+    """Ids that end a sequence: the union of config.json and generation_config.json, each an int, a list, or absent."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if (model_path / name).exists():
+            ids.update(_as_ids(name, read_json(model_path / name).get("eos_token_id")))
+    return frozenset(ids)
+
+
+def resolve_max_model_len(config: ModelConfig, wanted: int | None) -> int:
+    """Tokens a request may have; by default all that the model was made for. Raises ModelError for more than that."""
+    if wanted is not None and wanted > config.max_position_embeddings:
+        limit = config.max_position_embeddings
+        raise ModelError(f"max_model_len {wanted} is more than the model's max_position_embeddings, {limit}")
+    return wanted or config.max_position_embeddings
+
+
+def allocate_kv_cache(loaded: LoadedModel, settings: PoolSettings, sample: Sample) -> KvCache:
+    """The worker's KV pool, as large as the settings and the device allow. `sample` takes part in the profiling run.
+
+    Raises CapacityError if not even one request of `max_model_len` tokens would fit, saying how much is needed.
+    """
+    layout = loaded.kv_layout(settings.block_size)
+    budget = _cpu_budget(settings) if loaded.device.type == "cpu" else _gpu_budget(loaded, settings, sample)
+    num_blocks = blocks_in(budget, layout, settings.max_model_len)
+    kv_cache = KvCache(layout, num_blocks, loaded.kernels, loaded.device)
+    logger.info(
+        "KV pool: %d blocks of %d tokens = %d tokens (%.1f GiB), max concurrency at %d tokens: %d",
+        num_blocks,
+        settings.block_size,
+        kv_cache.num_tokens,
+        kv_cache.num_bytes / GIB,
+        settings.max_model_len,
+        num_blocks // blocks_for(settings.max_model_len, settings.block_size),
+    )
+    return kv_cache
+
+
+def blocks_in(budget_bytes: int, layout: KvLayout, max_model_len: int) -> int:
+    """Blocks that `budget_bytes` pay for. Raises CapacityError if a request of `max_model_len` does not fit them."""
+    num_blocks = max(0, budget_bytes) // bytes_per_block(layout)
+    needed = blocks_for(max_model_len, layout.block_size)
+    if num_blocks < needed:
+        needed_gib = needed * bytes_per_block(layout) / GIB
+        raise CapacityError(
+            f"one request of max_model_len {max_model_len} needs {needed_gib:.3f} GiB of KV, "
+            f"the budget is {budget_bytes / GIB:.3f} GiB, good for {num_blocks * layout.block_size} tokens: "
+            "lower --max-model-len or raise --kv-cache-gib (CPU) or --gpu-memory-utilization (GPU)"
+        )
+    return num_blocks
+
+
+def _cpu_budget(settings: PoolSettings) -> int:
+    return int(settings.kv_cache_gib * GIB)
+
+
+def _gpu_budget(loaded: LoadedModel, settings: PoolSettings, sample: Sample) -> int:
+    """Bytes left of this worker's share after the weights, what else is on the device, and a step at full load."""
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    profile_step(loaded, settings, sample)
+    torch.cuda.synchronize(loaded.device)
+    peak = torch.cuda.max_memory_allocated(loaded.device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(loaded.device)
+    outside_torch = total - free - torch.cuda.memory_reserved(loaded.device)
+    return int(total * settings.gpu_memory_utilization) - outside_torch - peak
+
+
+def profile_step(loaded: LoadedModel, settings: PoolSettings, sample: Sample) -> None:
+    """One step at full load over a pool of a single block: a chunk at the end of the longest request, beside as many
+    one-token requests as fit. All block tables name that block, so the memory used is real, the numbers are not."""
+    kv_cache = KvCache(loaded.kv_layout(settings.block_size), 1, loaded.kernels, loaded.device)
+    kv_cache.fill(0.0)
+    num_short = min(settings.max_num_seqs, settings.max_num_batched_tokens) - 1
+    chunk = min(settings.max_num_batched_tokens - num_short, settings.max_model_len)
+    rows = [_profile_row(settings, settings.max_model_len, chunk), *[_profile_row(settings, 1, 1)] * num_short]
+    Runner(loaded.model, loaded.kernels, kv_cache, sample).step(rows)
+
+
+def _profile_row(settings: PoolSettings, num_tokens: int, count: int) -> ScheduledRow:
+    """The last `count` tokens of a made-up request of `num_tokens`."""
+    sampling = SamplingParams(max_tokens=1, seed=0)
+    spec = RequestSpec("profile", 0, prompt_token_ids=(0,) * num_tokens, sampling=sampling)
+    request = Request(spec, gateway="", block_ids=[0] * blocks_for(num_tokens, settings.block_size))
+    return ScheduledRow(request, start=num_tokens - count, count=count)
+
+
+def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CausalLm:
+    try:
+        return CausalLm.allocate(config, dtype, device)
+    except RuntimeError as error:
+        raise CapacityError(f"{device} has no room for the weights: {error}") from error
+
+
+def _as_ids(file: str, value: Any) -> list[int]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
+        raise ModelError(f"eos_token_id in {file} is {value!r}, neither a token id nor a list of them")
+    return ids
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,186 @@
+"""The forward pass of the Llama family over a paged KV pool, read top to bottom.
+
+Knows layers, a batch and a pool; no requests, no sampling, no files. One class serves all architectures: they differ
+in biases, q/k norms and attention windows, which ModelConfig spells out.
+
+    hidden = embed(tokens)
+    each layer:   hidden += attention(norm(hidden))     K, V into the pool, then `on_layer`, then attention
+                  hidden += mlp(norm(hidden))
+    logits = lm_head(norm(hidden)), only for tokens that are to be followed by a new one
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.batch import Batch
+from engine.kv_cache import KvCache
+from engine.model_config import ModelConfig
+from kernels.face import Kernels
+
+OnLayer = Callable[[int], None]
+"""Called with the layer's index as soon as the batch's K and V of that layer are in the pool."""
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    """Uninitialised; `CausalLm.allocate` decides on device and dtype."""
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """x @ weight.T + bias; weight: [out_features, in_features]."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = _parameter(out_features, in_features)
+        self.bias = _parameter(out_features) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RmsNorm(nn.Module):
+    """Holds the weight of a norm; which kernel computes it is the caller's choice."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = _parameter(size)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        return kernels.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + residual, and that sum."""
+        return kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What all layers of one forward share."""
+
+    batch: Batch
+    kv_cache: KvCache
+    kernels: Kernels
+    cos: torch.Tensor  # [T, head_dim / 2] float32, of each token's rotary angles
+    sin: torch.Tensor
+    on_layer: OnLayer | None
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of layer `index`; q, k and v come out of one product."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.config = config
+        self.index = index
+        self.window = config.windows[index]
+        self.scale = config.head_dim**-0.5
+        self.qkv = Linear(config.hidden_size, config.q_size + 2 * config.kv_size, config.qkv_bias)
+        self.out = Linear(config.q_size, config.hidden_size, config.o_bias)
+        self.query_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.key_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[T, hidden] to [T, hidden]."""
+        query, key, value = self._project(x, context.kernels)
+        k_pool, v_pool = context.kv_cache.layer(self.index)
+        query = context.kernels.rope_store(
+            query, key, value, context.cos, context.sin, k_pool, v_pool, context.batch.slot_mapping
+        )
+        if context.on_layer is not None:
+            context.on_layer(self.index)
+        attended: torch.Tensor = self.out(self._attend(query, k_pool, v_pool, context).flatten(1))
+        return attended
+
+    def _project(self, x: torch.Tensor, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query [T, num_heads, head_dim], key and value [T, num_kv_heads, head_dim], not rotated yet."""
+        config = self.config
+        fused = self.qkv(x).view(x.shape[0], -1, config.head_dim)
+        query, key, value = fused.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query, kernels), self.key_norm(key, kernels)
+        return query, key, value
+
+    def _attend(
+        self, query: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """The one place that chooses between the two attentions: rows of one token, and all others behind them."""
+        batch, kernels = context.batch, context.kernels
+        parts = []
+        if batch.decode is not None:
+            queries = query[: batch.num_decode]
+            parts.append(kernels.paged_decode(queries, k_pool, v_pool, batch.decode, self.scale, self.window))
+        if batch.prefill is not None:
+            queries = query[batch.num_decode :]
+            parts.append(kernels.paged_prefill(queries, k_pool, v_pool, batch.prefill, self.scale, self.window))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Mlp(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202); gate and up come out of one product."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
+        self.down = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+
+    def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        activated: torch.Tensor = self.down(kernels.silu_mul(self.gate_up(x)))
+        return activated
+
+
+class DecoderLayer(nn.Module):
+    """One pre-norm block. `hidden` is what the block before it added; `residual` is the sum of all before that."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.attention_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config, index)
+        self.mlp_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = Mlp(config)
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor, context: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what this block's mlp adds, the sum before it); both [T, hidden]."""
+        normed, residual = self.attention_norm.add(hidden, residual, context.kernels)
+        attended = self.attention(normed, context)
+        normed, residual = self.mlp_norm.add(attended, residual, context.kernels)
+        return self.mlp(normed, context.kernels), residual
+
+
+class CausalLm(nn.Module):
+    """Token ids in, logits out. Made by `allocate`; `weights.load_weights` fills the parameters."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = _parameter(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
+        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = None if config.tied_embeddings else _parameter(config.vocab_size, config.hidden_size)
+        self.inverse_frequencies = torch.empty(0)  # [head_dim / 2] float32 once allocated
+
+    @classmethod
+    def allocate(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> "CausalLm":
+        """A model with uninitialised parameters; memory is not touched before it is written."""
+        with torch.device("meta"):
+            model = cls(config)
+        model = model.to(dtype).to_empty(device=device)
+        model.inverse_frequencies = config.inverse_frequencies().to(device)
+        return model
+
+    def forward(self, batch: Batch, kv_cache: KvCache, kernels: Kernels, on_layer: OnLayer | None) -> torch.Tensor:
+        """Logits [S, vocab_size] float32 of the batch's `sample_tokens`; writes the K and V of all tokens."""
+        angles = batch.positions.float().unsqueeze(1) * self.inverse_frequencies
+        context = ForwardContext(batch, kv_cache, kernels, angles.cos(), angles.sin(), on_layer)
+        hidden = F.embedding(batch.token_ids, self.embedding)
+        residual = torch.zeros_like(hidden)
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, context)
+        normed, _ = self.norm.add(hidden[batch.sample_tokens], residual[batch.sample_tokens], kernels)
+        return F.linear(normed, self.embedding if self.lm_head is None else self.lm_head).float()

@@ -1,0 +1,86 @@
+"""What a prefill and a decode worker have in common between their scheduler and their gateways."""
+
+import abc
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from engine.admission import check_spec
+from engine.assembly import Engine
+from engine.errors import RejectedError
+from engine.request import Outgoing, RequestKey
+from kvtransfer.messages import Cancel, EndReason, Load, RequestEnd, RequestOutput, RequestSpec
+
+
+class SchedulerBook(Protocol):
+    """The part of a scheduler that is the same for both roles."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    def held_blocks(self) -> Iterator[tuple[RequestKey, Sequence[int]]]: ...
+
+    def take_outputs(self) -> list[Outgoing]: ...
+
+    def cancel(self, key: RequestKey, now: float) -> None: ...
+
+    def cancel_all_of(self, gateway: str, now: float) -> None: ...
+
+
+class EngineRole(abc.ABC):
+    """Admission, cancellation, outputs and load; what to compute and how KV moves is the subclass's.
+
+    `holds_output`: whether the KV of output tokens stays in this worker's pool.
+    """
+
+    def __init__(self, engine: Engine, book: SchedulerBook, *, holds_output: bool) -> None:
+        self._engine = engine
+        self._book = book
+        self._holds_output = holds_output
+        self._refusals: list[tuple[str, RequestOutput]] = []
+
+    def is_empty(self) -> bool:
+        return len(self._book) == 0
+
+    def check_integrity(self) -> None:
+        self._engine.pool.check_integrity(self._book.held_blocks())
+
+    def load(self) -> Load:
+        pool, book = self._engine.pool, self._book
+        return Load(book.num_running, book.num_waiting, pool.usage, pool.num_free, pool.num_blocks)
+
+    def cancel(self, message: Cancel, now: float) -> None:
+        self._book.cancel((message.request_id, message.attempt), now)
+
+    def cancel_all_of(self, gateway: str, now: float) -> None:
+        self._book.cancel_all_of(gateway, now)
+
+    def flush(self) -> Sequence[tuple[str, RequestOutput]]:
+        """Carries out what the scheduler decided and returns what the gateways have to know, in order."""
+        self._carry_out_commands()
+        refusals, self._refusals = self._refusals, []
+        return refusals + [(item.gateway, item.output) for item in self._book.take_outputs()]
+
+    @abc.abstractmethod
+    def _carry_out_commands(self) -> None:
+        """Passes the scheduler's commands on to the thread that moves KV."""
+
+    def _can_serve(self, gateway: str, spec: RequestSpec) -> bool:
+        """Whether this worker can ever serve `spec`; if not, its gateway is told why."""
+        try:
+            check_spec(
+                spec,
+                vocab_size=self._engine.fingerprint.vocab_size,
+                max_model_len=self._engine.max_model_len,
+                pool_tokens=self._engine.kv_cache.num_tokens,
+                holds_output=self._holds_output,
+            )
+        except RejectedError as error:
+            end = RequestEnd(EndReason.REJECTED, str(error))
+            self._refusals.append((gateway, RequestOutput(spec.request_id, spec.attempt, 0, end=end)))
+            return False
+        return True

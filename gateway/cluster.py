@@ -1,0 +1,252 @@
+"""Who is alive: the registry of workers, as a state machine without socket, clock or torch.
+
+`now` is seconds on any monotonic clock. The life of a worker id, as seen from here:
+
+              Hello that fits             silent, Goodbye, malformed message, newer generation
+    unknown -------------------->  live  -------------------------------------------------------> unknown
+       |                            |  ^
+       | anything but Hello         |  | progress moves, or nothing to do
+       v                            v  |
+    Reintroduce                   stalled: live, but gets no new requests
+
+All live workers serve the same model: the first to come sets it, and when the last has gone the next one sets it anew.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from gateway.backend import ClusterStatus
+from gateway.handshake import identity_fault, peer_fault, vocabulary_fault
+from gateway.worker import Worker
+from kvtransfer.errors import MessageError, SettingsError
+from kvtransfer.messages import (
+    GatewayToWorker,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Refused,
+    Reintroduce,
+    RequestOutput,
+    Role,
+    StepOutput,
+    Welcome,
+    WorkerToGateway,
+)
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """Bounds on silence and size. Times in seconds.
+
+    `tokenizer_vocab_size`: token ids that the gateway can make; a model with fewer is refused. None: not checked.
+    """
+
+    dead_after_s: float = 2.0
+    stalled_after_s: float = 60.0
+    beat_interval_s: float = 0.5
+    max_workers: int = 1024
+    tokenizer_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dead_after_s", "stalled_after_s", "beat_interval_s", "max_workers"):
+            if getattr(self, name) <= 0:
+                raise SettingsError(f"{name} must be positive, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A worker is no longer live: whatever it had of ours is lost."""
+
+    worker: Worker
+    reason: str
+
+
+@dataclass(frozen=True)
+class Reaction:
+    """What a message led to. `outputs` come from `worker`, whose generation has been checked."""
+
+    reply: GatewayToWorker | None = None
+    departed: Departure | None = None
+    joined: Worker | None = None
+    worker: Worker | None = None
+    outputs: tuple[RequestOutput, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tick:
+    """What the passing of time led to. `beat_to`: ids of the workers that are due a GatewayBeat."""
+
+    departed: tuple[Departure, ...]
+    stalled: tuple[Worker, ...]
+    beat_to: tuple[str, ...]
+
+
+class Cluster:
+    """The live workers. `epoch` names this run of the gateway. Counts malformed messages in `num_malformed`."""
+
+    MAX_RETIRED = 1024
+
+    def __init__(self, epoch: str, settings: ClusterSettings) -> None:
+        self.epoch = epoch
+        self.num_malformed = 0
+        self._settings = settings
+        self._workers: dict[str, Worker] = {}
+        # (worker id, generation) that can't come back, oldest first, and why. Without it two processes with one id
+        # would replace each other for ever, and a worker that drains would be taken in again.
+        self._retired: dict[tuple[str, str], str] = {}
+        self._last_tick: float | None = None
+        self._next_beat = float("-inf")
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """All live workers, by id, with their last load."""
+        return tuple(self._workers[worker_id] for worker_id in sorted(self._workers))
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids of the served model; None while there is no worker."""
+        return next((worker.hello.fingerprint.vocab_size for worker in self._workers.values()), None)
+
+    def is_live(self, worker_id: str, generation: str) -> bool:
+        worker = self._workers.get(worker_id)
+        return worker is not None and worker.generation == generation
+
+    def capable(self, role: Role, now: float) -> tuple[Worker, ...]:
+        """Live workers of `role` that make progress, by id."""
+        return tuple(worker for worker in self.workers if worker.role is role and not self._has_stalled(worker, now))
+
+    def status(self, now: float) -> ClusterStatus:
+        """Ready means that each role has a worker that makes progress. A stalled worker is named in any case."""
+        reasons = [
+            f"{worker.role.value} worker {worker.worker_id} has stalled for {now - worker.progress_at:.0f} s"
+            for worker in self.workers
+            if self._has_stalled(worker, now)
+        ]
+        present = {worker.role for worker in self.workers}
+        reasons += [f"no {role.value} worker" for role in Role if role not in present]
+        ready = all(self.capable(role, now) for role in Role)
+        max_model_len = min(worker.limits.max_model_len for worker in self.workers) if ready else None
+        return ClusterStatus(ready=ready, reasons=tuple(reasons), max_model_len=max_model_len)
+
+    def receive(self, sender: str, message: WorkerToGateway | MessageError, now: float) -> Reaction:
+        """Takes one message (or what was wrong with its bytes) from the connection with routing id `sender`."""
+        if isinstance(message, MessageError):
+            return self._on_malformed(sender)
+        if isinstance(message, Hello):
+            return self._on_hello(sender, message, now)
+        worker = self._workers.get(sender)
+        if worker is None or worker.generation != message.generation:
+            return self._on_stranger(sender, message.generation)
+        if isinstance(message, Goodbye):
+            self._retire(worker, "it has said goodbye")
+            return Reaction(departed=self.drop(sender, f"left: {message.reason}"))
+        if isinstance(message, Heartbeat):
+            return self._update(worker.after(message, now))
+        if isinstance(message, StepOutput):
+            heard = self._update(worker.heard(now))
+            return replace(heard, outputs=message.outputs)
+        assert_never(message)
+
+    def tick(self, now: float) -> Tick:
+        """Finds the dead and the stalled. To be called several times within `dead_after_s`."""
+        self._forgive_own_pause(now)
+        departed = [
+            self._require(worker.worker_id, f"silent for {now - worker.heard_at:.1f} s")
+            for worker in self.workers
+            if now - worker.heard_at >= self._settings.dead_after_s
+        ]
+        stalled = [worker for worker in self.workers if self._has_stalled(worker, now) and not worker.is_stalled]
+        for worker in stalled:
+            self._update(replace(worker, is_stalled=True))
+        return Tick(tuple(departed), tuple(stalled), self._due_beats(now))
+
+    def drop(self, worker_id: str, reason: str) -> Departure | None:
+        """Forgets a worker; None if it isn't live."""
+        worker = self._workers.pop(worker_id, None)
+        return None if worker is None else Departure(worker, reason)
+
+    def _require(self, worker_id: str, reason: str) -> Departure:
+        departure = self.drop(worker_id, reason)
+        assert departure is not None, f"{worker_id} is not live"
+        return departure
+
+    def _update(self, worker: Worker) -> Reaction:
+        self._workers[worker.worker_id] = worker
+        return Reaction(worker=worker)
+
+    def _on_malformed(self, sender: str) -> Reaction:
+        self.num_malformed += 1
+        refused = Refused("malformed message; run the same release everywhere")
+        return Reaction(reply=refused, departed=self.drop(sender, "sent a malformed message"))
+
+    def _on_stranger(self, sender: str, generation: str) -> Reaction:
+        """A worker that has said goodbye is let go in peace; any other is asked who it is."""
+        is_leaving = (sender, generation) in self._retired and sender not in self._workers
+        return Reaction() if is_leaving else Reaction(reply=Reintroduce(self.epoch))
+
+    def _on_hello(self, sender: str, hello: Hello, now: float) -> Reaction:
+        holder = self._workers.get(sender)
+        if holder is not None and holder.hello == hello and not holder.is_confirmed:
+            self._update(replace(holder, heard_at=now))
+            return Reaction(reply=Welcome(self.epoch))  # said again before our Welcome came through
+        fault = self._own_fault(sender, hello)
+        if fault is not None:
+            return Reaction(reply=Refused(fault))
+        departed = self._replace(sender, hello)
+        peer = next(iter(self._workers.values()), None)
+        fault = None if peer is None else peer_fault(hello, peer.hello)
+        if fault is not None:
+            return Reaction(reply=Refused(fault), departed=departed)
+        worker = Worker(hello=hello, heard_at=now, progress_at=now)
+        self._workers[sender] = worker
+        return Reaction(reply=Welcome(self.epoch), departed=departed, joined=worker)
+
+    def _own_fault(self, sender: str, hello: Hello) -> str | None:
+        """Why this introduction is refused whatever the others serve; whoever holds the id keeps it."""
+        checks: tuple[Callable[[], str | None], ...] = (
+            lambda: identity_fault(sender, hello),
+            lambda: self._registry_fault(hello),
+            lambda: vocabulary_fault(hello.fingerprint, self._settings.tokenizer_vocab_size),
+        )
+        return next((fault for check in checks if (fault := check()) is not None), None)
+
+    def _registry_fault(self, hello: Hello) -> str | None:
+        retired = self._retired.get((hello.worker_id, hello.generation))
+        if retired is not None:
+            return f"this start of worker {hello.worker_id} is over: {retired}"
+        holder = self._workers.get(hello.worker_id)
+        if holder is not None and holder.role is not hello.role:
+            return f"worker id {hello.worker_id} belongs to a live {holder.role.value} worker; choose another"
+        if holder is None and len(self._workers) >= self._settings.max_workers:
+            return f"the gateway has {len(self._workers)} workers already, at most {self._settings.max_workers}"
+        return None
+
+    def _replace(self, worker_id: str, hello: Hello) -> Departure | None:
+        """The holder of the id makes room. The same generation says Hello again if it had given us up: then it has
+        dropped what it had of ours, as a new start would."""
+        holder = self._workers.get(worker_id)
+        if holder is not None and holder.generation != hello.generation:
+            self._retire(holder, "a newer worker has the same id; choose another id")
+        return self.drop(worker_id, "started anew")
+
+    def _retire(self, worker: Worker, reason: str) -> None:
+        self._retired[worker.worker_id, worker.generation] = reason
+        if len(self._retired) > self.MAX_RETIRED:
+            del self._retired[next(iter(self._retired))]
+
+    def _has_stalled(self, worker: Worker, now: float) -> bool:
+        return worker.has_stalled(self._settings.stalled_after_s, now)
+
+    def _forgive_own_pause(self, now: float) -> None:
+        """After a pause of the gateway (SIGSTOP, a suspended host) everyone's messages wait unread in our own queue."""
+        pause_s = 0.0 if self._last_tick is None else now - self._last_tick
+        self._last_tick = now
+        if pause_s >= self._settings.dead_after_s / 2:
+            self._workers = {name: worker.forgiven(pause_s, now) for name, worker in self._workers.items()}
+
+    def _due_beats(self, now: float) -> tuple[str, ...]:
+        if now < self._next_beat:
+            return ()
+        self._next_beat = now + self._settings.beat_interval_s
+        return tuple(sorted(self._workers))

@@ -1,0 +1,98 @@
+"""Settings of the gateway."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtransfer.addresses import check_host, check_private_bind
+from kvtransfer.errors import SettingsError
+from kvtransfer.settings import Settings, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(Settings):
+    """The HTTP face: what it serves, where it listens, and its bounds. Times are in seconds."""
+
+    model: str = setting(
+        "smollm2-135m",
+        "Model whose tokenizer and chat template to use: the embedded default's name, a local Hugging Face folder, or "
+        "a hub name.",
+        group="model",
+        metavar="PATH_OR_NAME",
+    )
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "Names that requests may use; the first one stands in answers.",
+        group="model",
+        metavar="NAME[,NAME]",
+        default_text="the model's name",
+    )
+    default_seed: int | None = setting(
+        None,
+        "Seed of requests that bring none.",
+        group="model",
+        flag="seed",
+        ge=-(1 << 63),
+        le=(1 << 63) - 1,
+        default_text="drawn for each request",
+    )
+    host: str = setting("127.0.0.1", "Address of the HTTP server.", group="network", metavar="HOST")
+    port: int = setting(8000, "Port of the HTTP server; 0 takes any free one.", group="network", ge=0, le=65535)
+    api_key: str | None = setting(
+        None,
+        "Key that clients must send as a bearer token; the variable keeps it out of process lists.",
+        group="network",
+        metavar="KEY",
+        default_text="no key needed",
+        secret=True,
+    )
+    control_host: str = setting("127.0.0.1", "Address that workers dial.", group="network", metavar="HOST")
+    control_port: int = setting(8790, "Port that workers dial.", group="network", ge=1, le=65535)
+    insecure: bool = setting(
+        False,
+        "Allow sockets between our processes on addresses that other machines can reach. They have no authentication "
+        "or encryption yet: use a private network.",
+        group="network",
+    )
+    max_body_bytes: int = setting(8 << 20, "Largest request body, in bytes.", group="bounds", ge=1024, le=1 << 30)
+    max_connections: int = setting(512, "Most open HTTP connections.", group="bounds", ge=1, le=1 << 20)
+    max_concurrent_requests: int = setting(
+        256, "Most requests in work; more get an error at once.", group="bounds", ge=1, le=1 << 20
+    )
+    stream_buffer_tokens: int = setting(
+        4096, "Tokens kept for a client that reads slowly; past it the request is cancelled.", group="bounds", ge=1
+    )
+    head_timeout_s: float = setting(
+        10.0, "Seconds that a client has to send the head of a request.", group="timing", ge=0.1, le=3600
+    )
+    request_timeout_s: float = setting(600.0, "Longest life of a request, in seconds.", group="timing", ge=0.1)
+    first_token_timeout_s: float = setting(
+        300.0, "Longest wait for the first token, in seconds.", group="timing", ge=0.1
+    )
+    dead_after_s: float = setting(
+        2.0, "A worker that is silent for so many seconds is given up.", group="timing", ge=0.1, le=3600
+    )
+    stalled_after_s: float = setting(
+        60.0,
+        "A worker whose engine makes no step for so many seconds, although it has work, gets no more of it.",
+        group="timing",
+        ge=0.1,
+        le=86400,
+    )
+    shutdown_timeout_s: float = setting(
+        10.0, "Seconds that running requests get to end after SIGTERM.", group="timing", ge=0, le=3600
+    )
+    log_level: str = setting("info", "How much to log.", group="process", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_host("--host", self.host)
+        check_private_bind("--control-host", self.control_host, self.insecure)
+        if self.port == self.control_port:
+            raise SettingsError(f"--port and --control-port are both {self.port}: they need a port each")
+        if len(set(self.served_model_name)) != len(self.served_model_name):
+            raise SettingsError("--served-model-name names the same model twice")
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names that requests may use, never empty. A local folder is known by its last part, not by its path."""
+        return self.served_model_name or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model,)

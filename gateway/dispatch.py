@@ -1,0 +1,251 @@
+"""Runs requests on the workers. The life of one request:
+
+1. `generate` checks the request, makes its id, and picks a prefill worker P and a decode worker D.
+2. PrefillRequest goes to P and DecodeRequest to D in the same breath. With `max_tokens` 1 only P gets it.
+3. Outputs of both are merged by index into one sequence, which waits in a bounded stream for the consumer.
+4. P hands over (no news for the client), D goes on to the end; or P's first token is the last, and D is cancelled.
+5. However it ends (finished, refused, worker lost, overdue, consumer too slow or gone), it ends once: see `Flights`.
+
+One task receives, one ticks. A message that trips a bug of ours costs its sender or its request, not the loop; if
+a loop dies nevertheless, `run` raises and `status` says so.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+from gateway.admission import check_request
+from gateway.backend import (
+    Backend,
+    ClusterStatus,
+    InvalidRequestError,
+    OverloadedError,
+    TokenDelta,
+    UnavailableError,
+)
+from gateway.cluster import Cluster, Departure
+from gateway.flight import Deadlines, Flight, Leg, TokenStream
+from gateway.flights import Flights
+from gateway.merge import TokenMerge
+from gateway.observer import Audience, DispatchObserver
+from gateway.router import Rejection, Route, choose
+from gateway.worker import Worker
+from kvtransfer.errors import MessageError, SettingsError
+from kvtransfer.messages import (
+    DecodeRequest,
+    DecodeTarget,
+    GatewayBeat,
+    GatewayToWorker,
+    PrefillRequest,
+    Refused,
+    RequestSpec,
+    Role,
+    SamplingParams,
+    WorkerToGateway,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class ControlServer(Protocol):
+    """The gateway's end of the control channel."""
+
+    async def receive(self) -> tuple[str, WorkerToGateway | MessageError]:
+        """The next message with the worker id it came from, or what was wrong with its bytes."""
+        ...
+
+    def send(self, worker_id: str, message: GatewayToWorker) -> bool:
+        """False if the peer is unknown or its queue is full."""
+        ...
+
+
+@dataclass(frozen=True)
+class DispatchSettings:
+    """Bounds of the requests in flight. Times in seconds; `stream_buffer_tokens` counts per request."""
+
+    max_in_flight: int = 256
+    stream_buffer_tokens: int = 4096
+    request_timeout_s: float = 600.0
+    first_token_timeout_s: float = 300.0
+    tick_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) <= 0:
+                raise SettingsError(f"{field.name} must be positive, not {getattr(self, field.name)}")
+
+
+class Dispatcher(Backend):
+    """The backend behind the HTTP face. Not thread-safe: lives on one event loop."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        settings: DispatchSettings,
+        observer: DispatchObserver | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cluster = cluster
+        self._settings = settings
+        self._clock = clock
+        self._control: ControlServer | None = None
+        self._audience = Audience(observer)
+        self._flights = Flights(self._send, self._audience, clock)
+
+    # --- towards HTTP --------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Requests dispatched and not over."""
+        return len(self._flights)
+
+    @property
+    def num_late_outputs(self) -> int:
+        """Outputs so far that came for a request that was over."""
+        return self._flights.num_late_outputs
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """All live workers with their last load, for gauges."""
+        return self._cluster.workers
+
+    def status(self) -> ClusterStatus:
+        if self._control is None:
+            return ClusterStatus(ready=False, reasons=("the gateway's control loop does not run",), max_model_len=None)
+        return self._cluster.status(self._clock())
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams
+    ) -> AsyncGenerator[TokenDelta, None]:
+        prompt = tuple(prompt_token_ids)
+        route = self._admit(prompt, sampling)
+        flight = self._flight_on(route, prompt, sampling)
+        try:
+            if not self._flights.start(flight, *_requests(flight.spec, route)):
+                self._flights.end(flight, error=UnavailableError("a worker could not be reached; try again"))
+            while True:
+                delta = await flight.stream.get()
+                yield delta
+                if delta.finish is not None:
+                    return
+        finally:
+            self._flights.end(flight)  # no-op unless the consumer leaves early
+
+    def _admit(self, prompt: tuple[int, ...], sampling: SamplingParams) -> Route:
+        status, vocab_size = self.status(), self._cluster.vocab_size
+        if status.max_model_len is None or vocab_size is None:
+            raise UnavailableError("; ".join(status.reasons))
+        check_request(prompt, sampling, vocab_size=vocab_size, max_model_len=status.max_model_len)
+        if self.in_flight >= self._settings.max_in_flight:
+            raise OverloadedError(f"{self.in_flight} requests are running, which is the limit; try again later")
+        now = self._clock()
+        prefill, decode = self._cluster.capable(Role.PREFILL, now), self._cluster.capable(Role.DECODE, now)
+        choice = choose(prefill, decode, len(prompt), self._flights.book)
+        if isinstance(choice, Rejection):
+            raise (InvalidRequestError if choice.never_fits else UnavailableError)(choice.message)
+        return choice
+
+    def _flight_on(self, route: Route, prompt: tuple[int, ...], sampling: SamplingParams) -> Flight:
+        now, settings = self._clock(), self._settings
+        return Flight(
+            spec=RequestSpec(request_id=uuid.uuid4().hex, attempt=0, prompt_token_ids=prompt, sampling=sampling),
+            prefill=Leg.on(route.prefill),
+            decode=Leg.on(route.decode) if sampling.max_tokens > 1 else None,
+            merge=TokenMerge(sampling.max_tokens, settings.stream_buffer_tokens),
+            stream=TokenStream(settings.stream_buffer_tokens),
+            started_at=now,
+            deadlines=Deadlines(now + settings.first_token_timeout_s, now + settings.request_timeout_s),
+        )
+
+    # --- towards the workers -------------------------------------------------------------------------
+
+    async def run(self, control: ControlServer) -> None:
+        """Serves until cancelled; raises if a loop dies. Requests still in flight then fail."""
+        assert self._control is None, "this dispatcher runs already"
+        self._control = control
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._receive_loop(control), name="control-receive")
+                tasks.create_task(self._tick_loop(), name="control-tick")
+        finally:
+            self._flights.end_all(UnavailableError("the gateway is stopping"))
+            self._control = None
+
+    async def _receive_loop(self, control: ControlServer) -> None:
+        while True:
+            sender, message = await control.receive()
+            self._on_message(sender, message)
+            # With a backlog `receive` returns without suspending; consumers and the tick need their turn.
+            await asyncio.sleep(0)
+
+    async def _tick_loop(self) -> None:
+        while True:
+            self.tick()
+            await asyncio.sleep(self._settings.tick_s)
+
+    def tick(self) -> None:
+        """What is due at this moment: dead workers, beats, deadlines."""
+        now = self._clock()
+        tick = self._cluster.tick(now)
+        for departure in tick.departed:
+            self._on_departure(departure)
+        for worker in tick.stalled:
+            self._on_worker_change(worker, "has stalled")
+        for worker_id in tick.beat_to:
+            self._send(worker_id, GatewayBeat(self._cluster.epoch))
+        self._flights.on_tick(now)
+
+    def _on_message(self, sender: str, message: WorkerToGateway | MessageError) -> None:
+        """The exception boundary of one message: a bug in here is the sender's loss."""
+        try:
+            self._handle(sender, message)
+        except Exception:
+            logger.exception("worker %r: its message could not be handled", sender)
+            if departure := self._cluster.drop(sender, "its message could not be handled"):
+                self._on_departure(departure)
+
+    def _handle(self, sender: str, message: WorkerToGateway | MessageError) -> None:
+        reaction = self._cluster.receive(sender, message, self._clock())
+        if reaction.departed is not None:
+            self._on_departure(reaction.departed)
+        if reaction.reply is not None:
+            self._reply(sender, reaction.reply)
+        if reaction.joined is not None:
+            self._on_worker_change(reaction.joined, "joined", logging.INFO)
+        if reaction.worker is not None:
+            for output in reaction.outputs:
+                self._flights.on_output(reaction.worker, output)
+
+    def _reply(self, worker_id: str, reply: GatewayToWorker) -> None:
+        if isinstance(reply, Refused):
+            logger.warning("worker %r is refused: %s", worker_id, reply.reason)
+        self._send(worker_id, reply)
+
+    def _on_departure(self, departure: Departure) -> None:
+        self._flights.on_departure(departure.worker)
+        self._on_worker_change(departure.worker, f"is gone: {departure.reason}")
+
+    def _on_worker_change(self, worker: Worker, what: str, level: int = logging.WARNING) -> None:
+        logger.log(level, "%s worker %s %s", worker.role.value, worker.worker_id, what)
+        self._audience.tell(lambda observer: observer.on_worker_change(self.workers))
+
+    def _send(self, worker_id: str, message: GatewayToWorker) -> bool:
+        return self._control is not None and self._control.send(worker_id, message)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the books agree with each other and with who is live."""
+        self._flights.check_integrity(self._cluster.is_live)
+
+
+def _requests(spec: RequestSpec, route: Route) -> tuple[PrefillRequest, DecodeRequest | None]:
+    """What P and D are told; a request of one token is P's alone."""
+    if spec.sampling.max_tokens == 1:
+        return PrefillRequest(spec, target=None), None
+    kv_endpoint = route.decode.hello.kv_endpoint
+    assert kv_endpoint is not None, f"decode worker {route.decode.worker_id} was let in without a KV endpoint"
+    target = DecodeTarget(route.decode.worker_id, route.decode.generation, kv_endpoint)
+    return PrefillRequest(spec, target), DecodeRequest(spec, route.prefill.worker_id, route.prefill.generation)

@@ -1,0 +1,190 @@
+"""One request in flight: its two workers, its merged tokens, and the bounded way to its consumer."""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+from gateway.backend import (
+    BackendError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestFailedError,
+    TokenDelta,
+)
+from gateway.merge import InconsistentOutputError, TokenMerge
+from gateway.observer import Phases, RequestOutcome
+from gateway.worker import Worker
+from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestOutput, RequestSpec, Role
+
+_FINISHES = frozenset({EndReason.STOP, EndReason.LENGTH})
+
+RequestKey = tuple[str, int]
+"""(request_id, attempt): names one hand-over."""
+
+
+class TokenStream:
+    """From the control loop to one consumer: at most `limit` tokens wait; pushing never blocks."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._deltas: deque[TokenDelta] = deque()
+        self._num_tokens = 0
+        self._error: BackendError | None = None
+        self._changed = asyncio.Event()
+
+    def push(self, delta: TokenDelta) -> bool:
+        """Queues new tokens; False if there is no room for them."""
+        if self._num_tokens + len(delta.token_ids) > self._limit:
+            return False
+        self._deltas.append(delta)
+        self._num_tokens += len(delta.token_ids)
+        self._changed.set()
+        return True
+
+    def fail(self, error: BackendError) -> None:
+        """What is queued still reaches the consumer, then the error does."""
+        assert self._error is None, f"failed twice: {self._error}, then {error}"
+        self._error = error
+        self._changed.set()
+
+    async def get(self) -> TokenDelta:
+        """The next tokens; raises the BackendError that ended the request."""
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            await self._changed.wait()
+        delta = self._deltas.popleft()
+        self._num_tokens -= len(delta.token_ids)
+        return delta
+
+
+@dataclass(eq=False)
+class Leg:
+    """One worker's part of a request. `active`: it has the request and has not ended it, so it is owed a Cancel."""
+
+    worker_id: str
+    generation: str
+    role: Role
+    active: bool = False
+    events: dict[LifetimeEvent, float] = field(default_factory=dict)
+
+    @classmethod
+    def on(cls, worker: Worker) -> "Leg":
+        return cls(worker.worker_id, worker.generation, worker.role)
+
+    def note(self, output: RequestOutput) -> dict[LifetimeEvent, float]:
+        """Takes the output's readings and returns those that are new."""
+        fresh = {event: seconds for event, seconds in output.events.items() if event not in self.events}
+        self.events.update(fresh)
+        return fresh
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Moments on the gateway's clock, seconds, and the allowances they come from."""
+
+    first_token_at: float
+    end_at: float
+
+
+@dataclass(eq=False)
+class Flight:
+    """A dispatched request. `decode` is None if the first token is also the last."""
+
+    spec: RequestSpec
+    prefill: Leg
+    decode: Leg | None
+    merge: TokenMerge
+    stream: TokenStream
+    started_at: float
+    deadlines: Deadlines
+    first_token_at: float | None = None
+    _finish: EndReason | None = field(default=None, init=False)
+    _num_final: int | None = field(
+        default=None, init=False
+    )  # output tokens in all, once a worker has finished the request
+
+    @property
+    def key(self) -> RequestKey:
+        return (self.spec.request_id, self.spec.attempt)
+
+    @property
+    def legs(self) -> tuple[Leg, ...]:
+        return (self.prefill,) if self.decode is None else (self.prefill, self.decode)
+
+    def leg_on(self, worker: Worker) -> Leg | None:
+        """This worker's part, if it has one that is not over."""
+        for leg in self.legs:
+            if leg.active and (leg.worker_id, leg.generation) == (worker.worker_id, worker.generation):
+                return leg
+        return None
+
+    def needs(self, leg: Leg) -> bool:
+        """Whether the request fails without this worker. Once decode speaks it has all of the KV, so prefill may go."""
+        return leg is not self.prefill or self.merge.length == 0 or not self.merge.has_spoken(Role.DECODE)
+
+    def receive(self, leg: Leg, output: RequestOutput, now: float) -> TokenDelta | None:
+        """Takes a worker's output and returns what the consumer gets of it, if anything.
+
+        Raises BackendError if the request has failed.
+        """
+        if output.end is not None:
+            leg.active = False
+            self._on_end(leg, output, output.end)
+        fresh = self.merge.add(leg.role, output.start, output.token_ids)
+        if fresh and self.first_token_at is None:
+            self.first_token_at = now
+        finish = self._reached_finish()
+        return TokenDelta(fresh, finish) if fresh or finish is not None else None
+
+    def _on_end(self, leg: Leg, output: RequestOutput, end: RequestEnd) -> None:
+        if end.reason in _FINISHES:
+            self._note_finish(end.reason, output.start + len(output.token_ids))
+        elif end.reason is EndReason.HANDED_OVER and leg is self.prefill and self.decode is not None:
+            return
+        elif self.needs(leg):
+            raise _error_of(end)
+
+    def _note_finish(self, reason: EndReason, num_final: int) -> None:
+        if self._num_final not in (None, num_final):
+            raise InconsistentOutputError("the workers disagree about the number of output tokens")
+        self._finish, self._num_final = reason, num_final
+
+    def _reached_finish(self) -> EndReason | None:
+        """The finish, once all tokens before it are known: decode may end before prefill's token is here."""
+        if self._num_final is None or self.merge.length < self._num_final:
+            return None
+        if self.merge.length > self._num_final:
+            raise InconsistentOutputError("output tokens came after the end")
+        return self._finish
+
+    def overdue(self, now: float) -> BackendError | None:
+        """The error of a request that is past a deadline."""
+        if now >= self.deadlines.end_at:
+            return RequestFailedError("the request took longer than this server allows")
+        if self.first_token_at is None and now >= self.deadlines.first_token_at:
+            return RequestFailedError("no token came within the time this server allows")
+        return None
+
+    def outcome(self, now: float, finish: EndReason | None, error: BackendError | None) -> RequestOutcome:
+        first_token_s = None if self.first_token_at is None else self.first_token_at - self.started_at
+        return RequestOutcome(
+            request_id=self.spec.request_id,
+            num_prompt_tokens=len(self.spec.prompt_token_ids),
+            num_output_tokens=self.merge.length,
+            finish=finish,
+            error=error,
+            first_token_s=first_token_s,
+            total_s=now - self.started_at,
+            phases=Phases.of(self.prefill.events, {} if self.decode is None else self.decode.events),
+        )
+
+
+def _error_of(end: RequestEnd) -> BackendError:
+    """A worker's end as the client's error. Only a rejection's text is the worker's: it is written for the client."""
+    if end.reason is EndReason.REJECTED:
+        return InvalidRequestError(end.message or "the request can not be served by this model")
+    if end.reason is EndReason.OVERLOADED:
+        return OverloadedError("the workers are at their limit; try again later")
+    return RequestFailedError("a worker could not finish the request")

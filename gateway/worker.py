@@ -1,0 +1,66 @@
+"""One live worker as the gateway knows it: a value; each message makes a new one. `now` is seconds, monotonic."""
+
+from dataclasses import dataclass, field, replace
+
+from kvtransfer.messages import Heartbeat, Hello, Limits, Load, Role
+
+
+def _nothing_to_do() -> Load:
+    return Load(num_running=0, num_waiting=0, kv_usage=0.0)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Who it said it is, and the last that was heard of it."""
+
+    hello: Hello
+    heard_at: float
+    progress_at: float  # when `progress` last moved or the worker last had nothing to do
+    progress: int = 0
+    load: Load = field(default_factory=_nothing_to_do)
+    is_confirmed: bool = False  # it has said something behind its Hello, so it has our Welcome
+    is_stalled: bool = False  # as of the last tick
+
+    @property
+    def worker_id(self) -> str:
+        return self.hello.worker_id
+
+    @property
+    def generation(self) -> str:
+        return self.hello.generation
+
+    @property
+    def role(self) -> Role:
+        return self.hello.role
+
+    @property
+    def limits(self) -> Limits:
+        return self.hello.limits
+
+    def heard(self, now: float) -> "Worker":
+        """This worker after any message."""
+        return replace(self, heard_at=now, is_confirmed=True)
+
+    def after(self, beat: Heartbeat, now: float) -> "Worker":
+        """This worker after a heartbeat."""
+        is_idle = beat.load.num_running + beat.load.num_waiting == 0
+        moved = is_idle or beat.progress != self.progress
+        return replace(
+            self.heard(now),
+            load=beat.load,
+            progress=beat.progress,
+            progress_at=now if moved else self.progress_at,
+            is_stalled=self.is_stalled and not moved,
+        )
+
+    def forgiven(self, pause_s: float, now: float) -> "Worker":
+        """This worker, without holding against it a time in which the gateway itself stood still."""
+        return replace(
+            self,
+            heard_at=min(now, self.heard_at + pause_s),
+            progress_at=min(now, self.progress_at + pause_s),
+        )
+
+    def has_stalled(self, stalled_after_s: float, now: float) -> bool:
+        """Whether it has had work for so long without a step; `progress_at` moves whenever it has none."""
+        return now - self.progress_at >= stalled_after_s and self.load.num_running + self.load.num_waiting > 0

@@ -1,0 +1,127 @@
+"""The one face of all kernel backends: what a forward over a paged KV pool asks for.
+
+Knows pools, slots and ragged rows of queries; no requests, no model, no scheduler.
+
+A pool is one layer's K or V, [num_blocks, block_size, num_kv_heads, head_dim]. A slot is one token's place in it:
+
+    slot = block_id * block_size + offset in the block          (64-bit: the pool may hold more than 2**31 elements)
+
+Slots that no token has been written to may hold anything, NaN included; no backend lets them reach a result.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class RaggedRows:
+    """Which queries attend to which tokens: R rows of queries, laid end to end, each over its own block table.
+
+    Row r has queries [query_start[r], query_start[r + 1]); they are the last tokens of its context, which takes up
+    the first context_lens[r] slots of the blocks in block_tables[r].
+
+        context     0 ........................ context_lens[r]
+        queries                     |<-------->|
+
+    The host copies of the lengths let a backend shape its work without waiting for the device.
+    """
+
+    query_start: torch.Tensor  # [R + 1] int32
+    context_lens: torch.Tensor  # [R] int32
+    block_tables: torch.Tensor  # [R, most blocks of a row] int32; what lies behind a row's last block is arbitrary
+    host_query_lens: tuple[int, ...]
+    host_context_lens: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.host_query_lens)
+
+    @property
+    def num_queries(self) -> int:
+        return sum(self.host_query_lens)
+
+
+class Kernels(Protocol):
+    """A backend. T: tokens of the batch; H, G: query and KV heads; D: head size."""
+
+    name: str
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`x / rms(x) * weight` over the last dimension, in float32, rounded to x's dtype before the weight is applied
+        (Zhang & Sennrich 2019, arXiv:1910.07467). x: [..., N], weight: [N]."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm(s), s) for s = x + residual. x, residual: [T, N]."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up` of gate_up [T, 2 * N], gate in front; [T, N]."""
+        ...
+
+    def rope_store(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rotates queries and keys (RoPE, Su et al. 2021, arXiv:2104.09864; halves as pairs), writes keys and values
+        into the pool, and returns the rotated queries.
+
+        query: [T, H, D]; key, value: [T, G, D]; cos, sin: [T, D / 2] float32; slot_mapping: [T] int64.
+        """
+        ...
+
+    def paged_decode(
+        self,
+        query: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        rows: RaggedRows,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attention of rows that have one query each; arguments and result as in `paged_prefill`."""
+        ...
+
+    def paged_prefill(
+        self,
+        query: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        rows: RaggedRows,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Causal attention of rows with any number of queries over the pool; [T, H, D] like `query`.
+
+        The query at position p sees the tokens [0, p], or with a window the last `window` of them, itself included.
+        Query head h reads KV head h // (H / G). The keys and values of the queries themselves are in the pool already.
+        """
+        ...
+
+    def gather_kv(
+        self, k_pool: torch.Tensor, v_pool: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the tokens at `slots` [n] int64, each a contiguous copy [n, G, D]."""
+        ...
+
+    def splice_kv(
+        self,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        slots: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        head_start: int,
+    ) -> None:
+        """Writes key and value [n, heads, D] to `slots` [n] int64, KV heads [head_start, head_start + heads)."""
+        ...

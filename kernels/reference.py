@@ -1,0 +1,163 @@
+"""Plain torch: slow, exact, on any device. The twin that every fast backend is compared with.
+
+Attention runs one row at a time on the gathered tokens of that row alone, so a row's result does not depend on the
+rows beside it, and no slot outside its context is ever an operand.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kernels.face import RaggedRows
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One row's share of a batch: queries [query_begin, query_end), tokens [first, context) of its context."""
+
+    query_begin: int
+    query_end: int
+    first: int
+    context: int
+    keys: torch.Tensor  # [context - first, G, D]
+    values: torch.Tensor
+
+
+class ReferenceKernels:
+    """Implements `kernels.face.Kernels`; the contracts are documented there."""
+
+    name = "reference"
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * normed.to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rope_store(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        self.splice_kv(k_pool, v_pool, slot_mapping, _rotate(key, cos, sin), value, head_start=0)
+        return _rotate(query, cos, sin)
+
+    def paged_decode(
+        self,
+        query: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        rows: RaggedRows,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        output = torch.empty_like(query)
+        num_heads, head_dim = query.shape[1:]
+        for index, row in enumerate(_each_row(k_pool, v_pool, rows, window)):
+            # The query heads that share a KV head become the queries of one small attention: nothing is repeated.
+            grouped = query[index].reshape(1, k_pool.shape[2], -1, head_dim)
+            keys, values = _heads_first(row.keys), _heads_first(row.values)
+            attended = F.scaled_dot_product_attention(grouped, keys, values, scale=scale)
+            output[index] = attended.reshape(num_heads, head_dim)
+        return output
+
+    def paged_prefill(
+        self,
+        query: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        rows: RaggedRows,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        output = torch.empty_like(query)
+        for row in _each_row(k_pool, v_pool, rows, window):
+            attended = F.scaled_dot_product_attention(
+                _heads_first(query[row.query_begin : row.query_end]),
+                _heads_first(row.keys),
+                _heads_first(row.values),
+                attn_mask=_causal_mask(row, window, query.device),
+                scale=scale,
+                enable_gqa=True,
+            )
+            output[row.query_begin : row.query_end] = attended[0].transpose(0, 1)
+        return output
+
+    def gather_kv(
+        self, k_pool: torch.Tensor, v_pool: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return k_pool.flatten(0, 1).index_select(0, slots), v_pool.flatten(0, 1).index_select(0, slots)
+
+    def splice_kv(
+        self,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        slots: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        head_start: int,
+    ) -> None:
+        heads = slice(head_start, head_start + key.shape[1])
+        k_pool.view(-1, *k_pool.shape[2:])[:, heads].index_copy_(0, slots, key)
+        v_pool.view(-1, *v_pool.shape[2:])[:, heads].index_copy_(0, slots, value)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE of x [T, heads, D] in float32, in x's dtype: element i of a head is paired with element i + D / 2."""
+    front, back = x.float().chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((front * cos - back * sin, back * cos + front * sin), dim=-1).to(x.dtype)
+
+
+def _each_row(k_pool: torch.Tensor, v_pool: torch.Tensor, rows: RaggedRows, window: int | None) -> Iterator[_Row]:
+    """Gathers, row by row, the tokens that any of the row's queries can see."""
+    begin = 0
+    for index, (query_len, context) in enumerate(zip(rows.host_query_lens, rows.host_context_lens, strict=True)):
+        first = 0 if window is None else max(0, context - query_len - window + 1)
+        table = rows.block_tables[index]
+        keys, values = _gather(k_pool, table, first, context), _gather(v_pool, table, first, context)
+        yield _Row(begin, begin + query_len, first, context, keys, values)
+        begin += query_len
+
+
+def _gather(pool: torch.Tensor, block_table: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    """Tokens [first, stop) of the row that `block_table` belongs to, [stop - first, G, D]."""
+    block_size = pool.shape[1]
+    first_block, end_block = first // block_size, -(-stop // block_size)
+    tokens = pool.index_select(0, block_table[first_block:end_block]).flatten(0, 1)
+    return tokens[first - first_block * block_size :][: stop - first]
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, D] as [1, heads, tokens, D]."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _causal_mask(row: _Row, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which gathered token (column) each query (row of the mask) may see, [queries, tokens] bool.
+
+    Queries are the last tokens of the context, so their positions end where the tokens' do. No row of the mask is
+    empty: a query sees itself.
+    """
+    num_queries = row.query_end - row.query_begin
+    tokens = torch.arange(row.first, row.context, device=device)
+    queries = torch.arange(row.context - num_queries, row.context, device=device).unsqueeze(1)
+    visible = tokens <= queries
+    return visible if window is None else visible & (tokens > queries - window)

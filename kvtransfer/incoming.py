@@ -1,0 +1,159 @@
+"""What decode has received of the KV it reserved room for: one record a transfer. No socket, tensor or clock.
+
+The tokens of one layer in one transfer; a link keeps the order, so anything but the next token is a breach:
+
+    |<- in our pool before -->|<-- spliced -->|<- next frame ->|
+    0                    first_token       next[l]          num_tokens
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvtransfer.errors import ProtocolError
+from kvtransfer.messages import KvHeader
+from kvtransfer.outgoing import TransferKey
+
+PeerId = tuple[str, str]
+"""(worker_id, generation) of a prefill worker."""
+
+MAX_PARKED_OFFERS = 4096
+MAX_REMEMBERED = 1024
+
+
+class ReceptionOutcome(Enum):
+    """How the reception of a transfer ended."""
+
+    ARRIVED = "arrived"  # all KV is in the pool and the first token is known
+    CLOSED = "closed"  # the engine no longer wanted it
+    ABORTED = "aborted"  # prefill gave it up
+    FAILED = "failed"  # a breach of protocol, or silence beyond the lease
+
+
+@dataclass(frozen=True)
+class ReceptionEnded:
+    """The receiver will not touch the request's blocks again. `first_token_id` is set if the outcome is ARRIVED."""
+
+    key: TransferKey
+    outcome: ReceptionOutcome
+    first_token_id: int | None = None
+    first_frame_at: float | None = None  # monotonic seconds
+    reason: str = ""
+
+
+@dataclass
+class IncomingTransfer:
+    """One reservation's books. `last_sign` is the last time the peer spoke of it, seconds."""
+
+    key: TransferKey
+    peer: PeerId
+    num_tokens: int
+    first_token: int
+    num_layers: int
+    last_sign: float
+    link: bytes | None = None  # None: not offered yet
+    spliced_bytes: int = 0
+    credited_bytes: int = 0
+    first_token_id: int | None = None
+    _next: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._next = [self.first_token] * self.num_layers
+
+    def check(self, header: KvHeader) -> None:
+        """Raises ProtocolError unless `header` is what must come next for its layer."""
+        expected = self._next[header.layer]
+        if header.start != expected or header.stop > self.num_tokens:
+            raise ProtocolError(
+                f"layer {header.layer}: tokens [{header.start}, {header.stop}), expected from {expected}"
+                f" up to {self.num_tokens}"
+            )
+
+    def spliced(self, header: KvHeader, num_bytes: int) -> None:
+        """The tokens of `header`, `num_bytes` of K and V, are in the pool."""
+        self._next[header.layer] = header.stop
+        self.spliced_bytes += num_bytes
+
+    @property
+    def uncredited_bytes(self) -> int:
+        return self.spliced_bytes - self.credited_bytes
+
+    @property
+    def has_all_kv(self) -> bool:
+        return all(token == self.num_tokens for token in self._next)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.first_token_id is not None and self.has_all_kv
+
+
+@dataclass(frozen=True)
+class ParkedOffer:
+    """An offer that came before the reservation it is for."""
+
+    peer: PeerId
+    link: bytes
+    num_tokens: int
+    seen_at: float
+
+
+class IncomingBook:
+    """All receptions of one decode worker, offers that wait for one, and how the latest ones ended."""
+
+    def __init__(self) -> None:
+        self._transfers: dict[TransferKey, IncomingTransfer] = {}
+        self._parked: OrderedDict[TransferKey, ParkedOffer] = OrderedDict()
+        self._ended: OrderedDict[TransferKey, ReceptionOutcome] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def __iter__(self) -> Iterator[IncomingTransfer]:
+        return iter(list(self._transfers.values()))
+
+    def open(self, transfer: IncomingTransfer) -> ParkedOffer | None:
+        """Adds a reservation; returns the offer that has come for it already, if any."""
+        assert transfer.key not in self._transfers, transfer.key
+        self._transfers[transfer.key] = transfer
+        offer = self._parked.pop(transfer.key, None)
+        return offer if offer is not None and offer.peer == transfer.peer else None
+
+    def find(self, key: TransferKey, peer: PeerId) -> IncomingTransfer | None:
+        """The open reception `key` if it is `peer`'s to fill."""
+        transfer = self._transfers.get(key)
+        return transfer if transfer is not None and transfer.peer == peer else None
+
+    def get(self, key: TransferKey) -> IncomingTransfer | None:
+        return self._transfers.get(key)
+
+    def park(self, key: TransferKey, offer: ParkedOffer) -> ParkedOffer | None:
+        """Keeps an offer until its reservation comes; returns the oldest one if there are too many."""
+        self._parked[key] = offer
+        self._parked.move_to_end(key)
+        return self._parked.popitem(last=False)[1] if len(self._parked) > MAX_PARKED_OFFERS else None
+
+    def unpark(self, key: TransferKey, peer: PeerId) -> None:
+        """Forgets the offer of `key` if it is `peer`'s."""
+        offer = self._parked.get(key)
+        if offer is not None and offer.peer == peer:
+            del self._parked[key]
+
+    def ended(self, key: TransferKey) -> ReceptionOutcome | None:
+        """How `key` ended, if it did so lately."""
+        return self._ended.get(key)
+
+    def close(self, key: TransferKey, outcome: ReceptionOutcome) -> IncomingTransfer | None:
+        """Ends a reception and returns it; None if it is not open."""
+        transfer = self._transfers.pop(key, None)
+        if transfer is not None:
+            self._ended[key] = outcome
+            if len(self._ended) > MAX_REMEMBERED:
+                self._ended.popitem(last=False)
+        return transfer
+
+    def silent_since(self, moment: float) -> list[IncomingTransfer]:
+        """Receptions whose peer has not been heard of since `moment`; stale parked offers are forgotten."""
+        for key in [key for key, offer in self._parked.items() if offer.seen_at < moment]:
+            del self._parked[key]
+        return [transfer for transfer in self._transfers.values() if transfer.last_sign < moment]

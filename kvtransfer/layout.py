@@ -1,0 +1,75 @@
+"""Compares what two workers say they are, and cuts token ranges into frames. Pure arithmetic on the messages' types."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from kvtransfer.errors import ProtocolError
+from kvtransfer.messages import MAX_BODY_BYTES, PROTOCOL_VERSION, Fingerprint, KvHeader, KvLayout
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MAY_DIFFER = frozenset({"block_size"})
+"""Layout fields in which peers may differ: the wire speaks tokens, pools speak blocks."""
+
+
+def describe_mismatch(ours: tuple[int, Fingerprint, KvLayout], theirs: tuple[int, Fingerprint, KvLayout]) -> str | None:
+    """What keeps two peers from exchanging KV, as 'field: ours != theirs; ...', or None if nothing does.
+
+    Each side is (protocol version, fingerprint, layout).
+    """
+    (our_protocol, our_fingerprint, our_layout), (their_protocol, their_fingerprint, their_layout) = ours, theirs
+    differences = [
+        *_differences("protocol", {"version": our_protocol}, {"version": their_protocol}),
+        *_differences("model", msgspec.structs.asdict(our_fingerprint), msgspec.structs.asdict(their_fingerprint)),
+        *_differences("KV", msgspec.structs.asdict(our_layout), msgspec.structs.asdict(their_layout)),
+    ]
+    return "; ".join(differences) or None
+
+
+def _differences(what: str, ours: dict[str, object], theirs: dict[str, object]) -> Iterator[str]:
+    for field, value in ours.items():
+        if field not in _MAY_DIFFER and theirs[field] != value:
+            yield f"{what} {field}: {value} != {theirs[field]}"
+
+
+def head_bytes(layout: KvLayout) -> int:
+    """Bytes of K (or V) for one token and one KV head in one layer."""
+    return layout.head_dim * _DTYPE_BYTES[layout.dtype]
+
+
+def token_bytes(layout: KvLayout) -> int:
+    """Bytes of K (or V) for one token and all KV heads in one layer."""
+    return layout.num_kv_heads * head_bytes(layout)
+
+
+def max_frame_tokens(layout: KvLayout, max_bytes: int = MAX_BODY_BYTES) -> int:
+    """Tokens whose K (or V) fits one frame. Raises ProtocolError if not even one does."""
+    tokens = max_bytes // token_bytes(layout)
+    if tokens < 1:
+        raise ProtocolError(f"one token takes {token_bytes(layout)} bytes a layer, a frame holds {max_bytes}")
+    return tokens
+
+
+def check_header(header: KvHeader, k_bytes: int, v_bytes: int, layout: KvLayout) -> None:
+    """Raises ProtocolError unless the header is within `layout` and the bodies are as long as it says."""
+    if header.layer >= layout.num_layers:
+        raise ProtocolError(f"layer {header.layer} of {layout.num_layers}")
+    if header.dtype != layout.dtype:
+        raise ProtocolError(f"KV of dtype {header.dtype}, this pool holds {layout.dtype}")
+    if not header.start < header.stop:
+        raise ProtocolError(f"empty token range [{header.start}, {header.stop})")
+    if not header.head_start < header.head_stop <= layout.num_kv_heads:
+        raise ProtocolError(f"KV heads [{header.head_start}, {header.head_stop}) of {layout.num_kv_heads}")
+    expected = (header.stop - header.start) * (header.head_stop - header.head_start) * head_bytes(layout)
+    if not k_bytes == v_bytes == expected <= MAX_BODY_BYTES:
+        raise ProtocolError(f"bodies of {k_bytes} and {v_bytes} bytes, the header makes it {expected}")
+
+
+def supports_dtype(dtype: str) -> bool:
+    """Whether KV of this dtype can cross the wire."""
+    return dtype in _DTYPE_BYTES
+
+
+def our_identity(fingerprint: Fingerprint, layout: KvLayout) -> tuple[int, Fingerprint, KvLayout]:
+    """This process's side of `describe_mismatch`."""
+    return (PROTOCOL_VERSION, fingerprint, layout)

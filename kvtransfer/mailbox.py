@@ -1,0 +1,59 @@
+"""A queue between threads that can be waited on together with sockets. Knows nothing of what it carries."""
+
+import os
+import queue
+import select
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Mailbox(Generic[Item]):
+    """Many threads put, one thread drains. `fileno()` turns readable when something is inside.
+
+    A non-blocking pipe carries the wake-ups: a full pipe means that a wake-up is already on its way.
+    """
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        os.set_blocking(self._write_end, False)
+
+    def fileno(self) -> int:
+        return self._read_end
+
+    def put(self, item: Item) -> None:
+        """Adds an item and wakes the reader. Safe from any thread."""
+        self._items.put(item)
+        try:
+            os.write(self._write_end, b"\0")
+        except BlockingIOError:
+            return  # the reader has wake-ups enough
+
+    def drain(self) -> list[Item]:
+        """All items at hand, oldest first, without waiting."""
+        self._swallow_wakeups()
+        items = []
+        while True:
+            try:
+                items.append(self._items.get_nowait())
+            except queue.Empty:
+                return items
+
+    def wait(self, timeout: float) -> list[Item]:
+        """Like `drain`, after waiting up to `timeout` seconds for a first item."""
+        if timeout > 0:
+            select.select([self._read_end], [], [], timeout)
+        return self.drain()
+
+    def close(self) -> None:
+        os.close(self._read_end)
+        os.close(self._write_end)
+
+    def _swallow_wakeups(self) -> None:
+        try:
+            while os.read(self._read_end, 4096):
+                pass
+        except BlockingIOError:
+            return

@@ -1,0 +1,300 @@
+"""Decode's end of the KV hand-over, in a thread of its own: KV is spliced off the step loop.
+
+1. A prefill worker introduces itself (KvHello); one whose model or KV layout differs is refused with the difference.
+2. The engine reserves blocks and expects a transfer; prefill offers it. Once both are there, in whatever order, prefill
+   gets its grant: the first token wanted and a window in bytes.
+3. Each frame is checked against the books and the pool's layout, then copied into blocks that the request owns.
+   Credits go back as bytes are spliced.
+4. With the last layer's last token and the first sampled token here, prefill gets KvDone and the engine ReceptionEnded.
+   However a reception ends, the engine gets exactly one ReceptionEnded, after the last write: only then may it free.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvtransfer.channel import KvBody, KvListener
+from kvtransfer.errors import MessageError, ProtocolError
+from kvtransfer.incoming import IncomingBook, IncomingTransfer, ParkedOffer, PeerId, ReceptionEnded, ReceptionOutcome
+from kvtransfer.layout import check_header, describe_mismatch, our_identity
+from kvtransfer.mailbox import Mailbox
+from kvtransfer.messages import (
+    DecodeToPrefill,
+    Fingerprint,
+    KvAbort,
+    KvCredit,
+    KvDone,
+    KvFirstToken,
+    KvGrant,
+    KvHeader,
+    KvHello,
+    KvLayout,
+    KvOffer,
+    KvRevoke,
+    KvWelcome,
+    PrefillToDecode,
+    Refused,
+)
+from kvtransfer.outgoing import TransferKey
+
+logger = logging.getLogger(__name__)
+
+MESSAGES_A_TURN = 64
+MAX_PEERS = 1024
+
+
+class KvSink(Protocol):
+    """Where KV is written to: the decode worker's pool."""
+
+    def splice(self, key: TransferKey, header: KvHeader, body: KvBody) -> None:
+        """Copies K and V of one layer's tokens into the blocks that `key` owns."""
+        ...
+
+    def finish(self, key: TransferKey) -> None:
+        """Returns when all that was spliced for `key` can be read by the next step."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Expect:
+    key: TransferKey
+    peer: PeerId
+    num_tokens: int
+    first_token: int
+
+
+@dataclass(frozen=True)
+class _Close:
+    key: TransferKey
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Stop:
+    pass
+
+
+_Command = _Expect | _Close | _Stop
+
+
+@dataclass(frozen=True)
+class ReceiverLimits:
+    """Window of each grant in bytes, and seconds of a peer's silence after which its transfers are given up."""
+
+    window_bytes: int
+    lease: float
+
+
+@dataclass
+class KvReceiver:
+    """Takes KV for this decode worker. `events` takes what the engine has to know."""
+
+    listener: KvListener
+    identity: tuple[Fingerprint, KvLayout]
+    generation: str
+    sink: KvSink
+    limits: ReceiverLimits
+    events: Mailbox[Any]
+    num_dropped: int = 0  # frames of attempts that are over
+    _commands: Mailbox[_Command] = field(default_factory=Mailbox)
+    _stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self._book = IncomingBook()
+        self._peers: dict[bytes, PeerId] = {}
+        self._first_frame_at: dict[TransferKey, float] = {}
+        self._thread = threading.Thread(target=self._run, name="kv-receiver", daemon=True)
+
+    # --- for the engine's thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Whether the receiver still runs: without it the engine must stop."""
+        return self._thread.is_alive()
+
+    def expect(self, key: TransferKey, peer: PeerId, num_tokens: int, first_token: int) -> None:
+        """Blocks for `num_tokens` tokens are reserved, and those before `first_token` are there already."""
+        self._commands.put(_Expect(key, peer, num_tokens, first_token))
+
+    def close(self, key: TransferKey, reason: str) -> None:
+        """Gives a reception up; answered by ReceptionEnded unless it has ended already."""
+        self._commands.put(_Close(key, reason))
+
+    def stop(self, timeout: float = 2.0) -> None:
+        self._commands.put(_Stop())
+        self._thread.join(timeout)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        self.listener.watch(self._commands)
+        while not self._stopping:
+            self.listener.poll(min(1.0, self.limits.lease / 4))
+            now = time.monotonic()
+            for command in self._commands.drain():
+                self._apply(command, now)
+            self._receive_some(now)
+            self._sweep(now)
+        self.listener.close()
+
+    def _receive_some(self, now: float) -> None:
+        for _ in range(MESSAGES_A_TURN):
+            received = self.listener.receive()
+            if received is None:
+                return
+            self._on_message(*received, now)
+
+    def _apply(self, command: _Command, now: float) -> None:
+        match command:
+            case _Expect():
+                self._expect(command, now)
+            case _Close(key, reason):
+                transfer = self._book.get(key)
+                if transfer is not None and transfer.link is not None:
+                    self._send(transfer.link, KvRevoke(*key, reason=reason))
+                self._end(key, ReceptionOutcome.CLOSED, reason)
+            case _Stop():
+                self._stopping = True
+
+    def _expect(self, command: _Expect, now: float) -> None:
+        layers = self.identity[1].num_layers
+        transfer = IncomingTransfer(command.key, command.peer, command.num_tokens, command.first_token, layers, now)
+        offer = self._book.open(transfer)
+        if offer is not None:
+            self._accept(transfer, offer.link, offer.num_tokens)
+
+    def _accept(self, transfer: IncomingTransfer, link: bytes, num_tokens: int) -> None:
+        """Grants an offered transfer; a repeated offer is granted again, in case the first grant was lost."""
+        if num_tokens != transfer.num_tokens:
+            reason = f"{num_tokens} tokens offered, {transfer.num_tokens} expected"
+            self._send(link, KvRevoke(*transfer.key, reason=reason))
+            self._end(transfer.key, ReceptionOutcome.FAILED, reason)
+            return
+        transfer.link = link
+        self._send(link, KvGrant(*transfer.key, transfer.first_token, self.limits.window_bytes))
+
+    def _on_message(
+        self, link: bytes, message: PrefillToDecode | MessageError, body: KvBody | None, now: float
+    ) -> None:
+        try:
+            self._handle(link, message, body, now)
+        except ProtocolError as error:
+            self._drop_peer(link, str(error))
+
+    def _handle(self, link: bytes, message: PrefillToDecode | MessageError, body: KvBody | None, now: float) -> None:
+        if isinstance(message, MessageError):
+            raise message
+        if isinstance(message, KvHello):
+            self._on_hello(link, message)
+            return
+        peer = self._peers.get(link)
+        if peer is None:
+            raise ProtocolError("a message before KvHello")
+        if (body is not None) != isinstance(message, KvHeader):
+            raise ProtocolError("bodies belong to KvHeader, and to nothing else")
+        key = (message.request_id, message.attempt)
+        if isinstance(message, KvOffer):
+            self._on_offer(link, peer, message, now)
+        elif (transfer := self._book.find(key, peer)) is None:
+            self._on_stray(key, peer)
+        else:
+            transfer.last_sign = now
+            self._on_transfer_message(transfer, message, body)
+
+    def _on_hello(self, link: bytes, hello: KvHello) -> None:
+        ours = our_identity(*self.identity)
+        mismatch = describe_mismatch(ours, (hello.protocol, hello.fingerprint, hello.layout))
+        if mismatch is None and len(self._peers) >= MAX_PEERS:
+            mismatch = f"{MAX_PEERS} prefill workers are connected already"
+        if mismatch is not None:
+            logger.error("prefill worker %s refused: %s", hello.worker_id, mismatch)
+            self._send(link, Refused(mismatch))
+            return
+        self._peers[link] = (hello.worker_id, hello.generation)
+        logger.info("prefill worker %s is connected", hello.worker_id)
+        self._send(link, KvWelcome(self.generation))
+
+    def _on_offer(self, link: bytes, peer: PeerId, offer: KvOffer, now: float) -> None:
+        key = (offer.request_id, offer.attempt)
+        ended = self._book.ended(key)
+        if (transfer := self._book.find(key, peer)) is not None:
+            transfer.last_sign = now
+            self._accept(transfer, link, offer.num_tokens)
+        elif ended is ReceptionOutcome.ARRIVED:
+            self._send(link, KvDone(*key))
+        elif ended is not None:
+            self._send(link, KvRevoke(*key, reason="no longer wanted"))
+        else:
+            self._book.park(key, ParkedOffer(peer, link, offer.num_tokens, now))
+
+    def _on_stray(self, key: TransferKey, peer: PeerId) -> None:
+        """Something for an attempt that is over, or was never ours: dropped and counted."""
+        self.num_dropped += 1
+        self._book.unpark(key, peer)
+
+    def _on_transfer_message(
+        self, transfer: IncomingTransfer, message: KvHeader | KvFirstToken | KvAbort, body: KvBody | None
+    ) -> None:
+        match message:
+            case KvHeader():
+                assert body is not None
+                self._on_frame(transfer, message, body)
+            case KvFirstToken():
+                transfer.first_token_id = message.token_id
+                if not transfer.is_complete:
+                    raise ProtocolError("the first token came before the last KV frame")
+                self._arrived(transfer)
+            case KvAbort():
+                self._end(transfer.key, ReceptionOutcome.ABORTED, message.reason)
+
+    def _on_frame(self, transfer: IncomingTransfer, header: KvHeader, body: KvBody) -> None:
+        check_header(header, len(body.k), len(body.v), self.identity[1])
+        if (header.head_start, header.head_stop) != (0, self.identity[1].num_kv_heads):
+            raise ProtocolError("this receiver takes all KV heads of a token at once")
+        transfer.check(header)
+        self._first_frame_at.setdefault(transfer.key, time.monotonic())
+        self.sink.splice(transfer.key, header, body)
+        transfer.spliced(header, len(body.k) + len(body.v))
+        if transfer.uncredited_bytes >= self.limits.window_bytes // 4 or transfer.has_all_kv:
+            self._credit(transfer)
+
+    def _credit(self, transfer: IncomingTransfer) -> None:
+        assert transfer.link is not None, transfer.key
+        if self._send(transfer.link, KvCredit(*transfer.key, spliced_bytes=transfer.spliced_bytes)):
+            transfer.credited_bytes = transfer.spliced_bytes
+
+    def _arrived(self, transfer: IncomingTransfer) -> None:
+        assert transfer.link is not None, transfer.key
+        self.sink.finish(transfer.key)
+        self._send(transfer.link, KvDone(*transfer.key))
+        self._end(transfer.key, ReceptionOutcome.ARRIVED, first_token_id=transfer.first_token_id)
+
+    def _end(
+        self, key: TransferKey, outcome: ReceptionOutcome, reason: str = "", first_token_id: int | None = None
+    ) -> None:
+        first_frame_at = self._first_frame_at.pop(key, None)
+        if self._book.close(key, outcome) is not None:
+            self.events.put(ReceptionEnded(key, outcome, first_token_id, first_frame_at, reason))
+
+    def _drop_peer(self, link: bytes, reason: str) -> None:
+        """A breach of protocol costs the sender its link, and the transfers on it; nobody else anything."""
+        peer = self._peers.pop(link, None)
+        logger.error("KV peer %s broke the protocol: %s", peer[0] if peer else "unknown", reason)
+        self._send(link, Refused("the link broke the protocol"))
+        for transfer in self._book:
+            if peer is not None and transfer.peer == peer:
+                self._end(transfer.key, ReceptionOutcome.FAILED, "the prefill worker broke the protocol")
+
+    def _sweep(self, now: float) -> None:
+        for transfer in self._book.silent_since(now - self.limits.lease):
+            if transfer.link is not None:
+                self._send(transfer.link, KvRevoke(*transfer.key, reason="the lease ran out"))
+            reason = f"nothing heard from the prefill worker for {self.limits.lease:g} s"
+            self._end(transfer.key, ReceptionOutcome.FAILED, reason)
+
+    def _send(self, link: bytes, message: DecodeToPrefill) -> bool:
+        return self.listener.send(link, message)

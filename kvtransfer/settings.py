@@ -1,0 +1,266 @@
+"""One way from a frozen dataclass to flags and environment variables, for every role.
+
+    @dataclass(frozen=True, kw_only=True)
+    class ServerConfig(Settings):
+        port: int = setting(8000, "Port to listen on.", ge=0, le=65535)
+
+    config = parse(ServerConfig, sys.argv[1:], os.environ, "kvsplice server", "Serves.")
+
+A field `max_model_len` is the flag `--max-model-len` and the variable `KVSPLICE_MAX_MODEL_LEN`; a flag beats a
+variable, a variable beats the default. Whatever is wrong ends in one line on stderr and exit code 2.
+"""
+
+import argparse
+import difflib
+import math
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, NoReturn, TypeVar
+
+from kvtransfer.errors import SettingsError
+from kvtransfer.variables import ENV_PREFIX, KNOWN_VARIABLES
+
+_TRUE: Final = frozenset({"1", "true", "yes", "on"})
+_FALSE: Final = frozenset({"0", "false", "no", "off"})
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a field's type and default do not say. `ge` and `le` bound numbers, both inclusive."""
+
+    help: str
+    group: str
+    flag: str | None  # where the flag is not the field's name
+    choices: tuple[str, ...]
+    ge: float | None
+    le: float | None
+    metavar: str | None
+    default_text: str | None  # what the help says instead of the default
+
+
+def setting(
+    default: _T,
+    help: str,
+    *,
+    group: str = "options",
+    flag: str | None = None,
+    choices: Sequence[str] = (),
+    ge: float | None = None,
+    le: float | None = None,
+    metavar: str | None = None,
+    default_text: str | None = None,
+    secret: bool = False,
+) -> _T:
+    """A dataclass field that is also a flag and an environment variable. A secret one stays out of `repr`."""
+    about = Setting(help, group, flag, tuple(choices), ge, le, metavar, default_text)
+    made: _T = field(default=default, repr=not secret, metadata={"setting": about})
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of the roles' configs: checks choices and bounds when made. Subclasses add contradictions to
+    `__post_init__`, and raise SettingsError."""
+
+    def __post_init__(self) -> None:
+        for option in options(type(self)):
+            option.check(getattr(self, option.name))
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of a config, as flag and environment variable."""
+
+    name: str
+    kind: type  # bool, int, float, str or tuple (of str)
+    optional: bool  # None is allowed
+    default: Any
+    about: Setting
+
+    @property
+    def flag(self) -> str:
+        return "--" + (self.about.flag or self.name).replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.flag[2:].replace("-", "_").upper()
+
+    @property
+    def label(self) -> str:
+        """How messages name this option."""
+        return f"{self.flag} ({self.variable})"
+
+    @property
+    def default_text(self) -> str:
+        if self.about.default_text is not None:
+            return self.about.default_text
+        if self.kind is bool:
+            return "on" if self.default else "off"
+        if self.kind is tuple:
+            return ",".join(self.default) or "none"
+        return "none" if self.default is None else str(self.default)
+
+    def convert(self, text: str) -> Any:
+        """The value that `text` stands for. Raises SettingsError."""
+        if self.kind is tuple:
+            return tuple(part.strip() for part in text.split(","))
+        if self.kind is bool:
+            return self._convert_bool(text)
+        try:
+            return self.kind(text)
+        except ValueError:
+            wanted = "a whole number" if self.kind is int else "a number"
+            raise SettingsError(f"{self.label} must be {wanted}, not {_quoted(text)}") from None
+
+    def _convert_bool(self, text: str) -> bool:
+        word = text.strip().lower()
+        if word not in _TRUE | _FALSE:
+            raise SettingsError(f"{self.label} must be true or false, not {_quoted(text)}")
+        return word in _TRUE
+
+    def check(self, value: Any) -> None:
+        """Raises SettingsError if `value` is outside of choices and bounds."""
+        if value is None and self.optional:
+            return
+        if value == "" or (self.kind is tuple and "" in value):
+            raise SettingsError(f"{self.label} must not be empty")
+        about = self.about
+        if about.choices and value not in about.choices:
+            raise SettingsError(f"{self.label} must be one of {', '.join(about.choices)}, not {_quoted(str(value))}")
+        if self.kind is float and not math.isfinite(value):
+            raise SettingsError(f"{self.label} must be finite, not {value}")
+        if about.ge is not None and value < about.ge:
+            raise SettingsError(f"{self.label} must be at least {about.ge}, not {value}")
+        if about.le is not None and value > about.le:
+            raise SettingsError(f"{self.label} must be at most {about.le}, not {value}")
+
+
+def options(config_class: type[Settings]) -> list[Option]:
+    """All options of a config class, inherited ones first."""
+    hints = typing.get_type_hints(config_class)
+    return [_option(entry.name, hints[entry.name], entry.default, entry.metadata) for entry in fields(config_class)]
+
+
+def to_flags(config_class: type[Settings], values: Mapping[str, Any]) -> list[str]:
+    """The command line that gives `config_class` these values, by field name; None and empty tuples are left out."""
+    argv: list[str] = []
+    for option in options(config_class):
+        value = values.get(option.name)
+        if value is None or value == ():
+            continue
+        if option.kind is bool:
+            argv.append(option.flag if value else "--no-" + option.flag[2:])
+        else:
+            argv.append(f"{option.flag}={','.join(value) if option.kind is tuple else value}")
+    return argv
+
+
+_Config = TypeVar("_Config", bound=Settings)
+
+
+def parse(
+    config_class: type[_Config], argv: Sequence[str], environ: Mapping[str, str], prog: str, description: str
+) -> _Config:
+    """The config that flags and environment ask for. On `--help` exits with 0; on anything wrong prints one line
+    `PROG: error: ...` to stderr and exits with 2."""
+    table = options(config_class)
+    parser = _parser(table, prog, description)
+    with one_line_errors(prog):
+        given = vars(parser.parse_args(list(argv)))
+        refuse_unknown_variables(environ)
+        values = _values_from(environ, table) | {
+            option.name: _flag_value(option, given[option.name]) for option in table if option.name in given
+        }
+        return config_class(**values)
+
+
+@contextmanager
+def one_line_errors(prog: str) -> Iterator[None]:
+    """Turns a SettingsError inside the block into one line on stderr and exit code 2."""
+    try:
+        yield
+    except SettingsError as error:
+        line = " ".join(str(error).split())
+        sys.stderr.write(f"{prog}: error: {line}\n")
+        raise SystemExit(2) from None
+
+
+def refuse_unknown_variables(environ: Mapping[str, str]) -> None:
+    """Raises SettingsError for a KVSPLICE_* variable that no role knows, or one that is set to nothing."""
+    for name in sorted(environ):
+        if not name.startswith(ENV_PREFIX):
+            continue
+        if name not in KNOWN_VARIABLES:
+            close = difflib.get_close_matches(name, sorted(KNOWN_VARIABLES), n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise SettingsError(f"unknown environment variable {_quoted(name)}{hint}")
+        if not environ[name].strip():
+            raise SettingsError(f"{name} is set to nothing; unset it to get the default")
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """argparse that leaves the error line to `one_line_errors`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"{message} (--help lists all flags)")
+
+
+def _parser(table: Sequence[Option], prog: str, description: str) -> _OneLineParser:
+    parser = _OneLineParser(
+        prog=prog,
+        description=description,
+        epilog="A flag beats its environment variable, and the variable beats the default.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    titles = dict.fromkeys(option.about.group for option in table)
+    groups = {title: parser.add_argument_group(title) for title in titles}
+    for option in table:
+        _add(groups[option.about.group], option)
+    return parser
+
+
+def _add(group: argparse._ArgumentGroup, option: Option) -> None:
+    about = option.about
+    text = f"{about.help} [default: {option.default_text}] [env: {option.variable}]".replace("%", "%%")
+    if option.kind is bool:
+        group.add_argument(option.flag, dest=option.name, action=argparse.BooleanOptionalAction, help=text)
+        return
+    metavar = about.metavar or ("{" + ",".join(about.choices) + "}" if about.choices else _METAVARS[option.kind])
+    action = "append" if option.kind is tuple else "store"
+    group.add_argument(option.flag, dest=option.name, action=action, metavar=metavar, help=text)
+
+
+_METAVARS: Final[Mapping[type, str]] = types.MappingProxyType({int: "N", float: "X", str: "TEXT", tuple: "TEXT[,TEXT]"})
+
+
+def _flag_value(option: Option, given: Any) -> Any:
+    """argparse's value of a flag: bool, text, or (for tuples) a list of texts."""
+    if option.kind is bool:
+        return given
+    return option.convert(",".join(given) if option.kind is tuple else given)
+
+
+def _values_from(environ: Mapping[str, str], table: Sequence[Option]) -> dict[str, Any]:
+    return {option.name: option.convert(environ[option.variable]) for option in table if option.variable in environ}
+
+
+def _option(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]) -> Option:
+    about = metadata.get("setting")
+    assert isinstance(about, Setting), f"field {name} is not made with setting()"
+    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = [member for member in members if member is not types.NoneType]
+    kind = typing.get_origin(kinds[0]) or kinds[0]
+    assert kind in (bool, int, float, str, tuple), f"field {name}: no flag for {hint}"
+    return Option(name, kind, types.NoneType in members, default, about)
+
+
+def _quoted(text: str) -> str:
+    """`text` as a short printable literal."""
+    return repr(text if len(text) <= 64 else text[:61] + "...")

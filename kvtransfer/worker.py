@@ -1,0 +1,169 @@
+"""The frame of every worker process: start up, loop, shut down. What the worker computes is its role's business.
+
+A turn of the loop: take events in -> one step of the role -> report. Idle turns come at least every IDLE_WAIT_S, so
+that leases are swept and `progress` moves while nothing is scheduled.
+
+The loop ends with exit code
+    0  after SIGTERM or SIGINT: new requests are turned away, running ones get `shutdown_timeout` seconds to end
+    1  when a gateway refused us, or a thread that the worker can't live without has died
+"""
+
+import logging
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Protocol
+
+from kvtransfer.control import ControlEvent, FromGateway, GatewayLinks, GatewayLost, LinkRefused, Report, RequestMessage
+from kvtransfer.incoming import ReceptionEnded
+from kvtransfer.mailbox import Mailbox
+from kvtransfer.messages import Cancel, EndReason, Load, RequestEnd, RequestOutput
+from kvtransfer.outgoing import TransferEnded
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.2
+
+TransferEvent = TransferEnded | ReceptionEnded
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """SIGTERM or SIGINT."""
+
+
+WorkerEvent = ControlEvent | TransferEvent | StopRequested
+
+
+class WorkerRole(Protocol):
+    """What makes a worker a prefill or a decode worker."""
+
+    def start(self) -> None:
+        """Starts the threads that move KV."""
+        ...
+
+    def add(self, gateway: str, message: RequestMessage, now: float) -> None:
+        """Takes a request in, or ends it at once; never raises on what a client sent."""
+        ...
+
+    def cancel(self, message: Cancel, now: float) -> None: ...
+
+    def cancel_all_of(self, gateway: str, now: float) -> None: ...
+
+    def on_transfer(self, event: TransferEvent, now: float) -> None:
+        """A transfer has ended: blocks may be freed."""
+        ...
+
+    def step(self) -> bool:
+        """One engine step with all that follows from it; False if there was nothing to compute."""
+        ...
+
+    def flush(self) -> Sequence[tuple[str, RequestOutput]]:
+        """Carries out what the scheduler decided and returns what the gateways have to know, in order."""
+        ...
+
+    def load(self) -> Load: ...
+
+    def is_empty(self) -> bool:
+        """No request of any kind is held."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Asserts that the books of the block pool are right."""
+        ...
+
+    def is_alive(self) -> bool:
+        """Whether all threads of the role still run."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass
+class Worker:
+    """One worker process around a role."""
+
+    role: WorkerRole
+    links: GatewayLinks
+    inbox: Mailbox[WorkerEvent]
+    shutdown_timeout: float  # seconds
+    _progress: int = 0
+    _stop_at: float | None = None
+    _refused: bool = False
+    _was_empty: bool = field(default=True)
+
+    def run(self) -> int:
+        """Serves until told to stop; returns the exit code."""
+        self._catch_signals()
+        self.role.start()
+        self.links.start()
+        busy = False
+        while not self._is_over(time.monotonic()):
+            for event in self.inbox.wait(0.0 if busy else IDLE_WAIT_S):
+                self._on_event(event, time.monotonic())
+            self._flush()
+            busy = self.role.step()
+            self._flush()
+            self._after_turn()
+        return self._shut_down()
+
+    def _on_event(self, event: WorkerEvent, now: float) -> None:
+        match event:
+            case FromGateway(gateway, Cancel() as cancel):
+                self.role.cancel(cancel, now)
+            case FromGateway(gateway, message):
+                self._on_request(gateway, message, now)
+            case GatewayLost(gateway):
+                self.role.cancel_all_of(gateway, now)
+            case TransferEnded() | ReceptionEnded():
+                self.role.on_transfer(event, now)
+            case LinkRefused():
+                self._refused = True
+            case StopRequested():
+                self._stop_at = now + self.shutdown_timeout if self._stop_at is None else now
+
+    def _on_request(self, gateway: str, message: RequestMessage, now: float) -> None:
+        if self._stop_at is None:
+            self.role.add(gateway, message, now)
+            return
+        assert not isinstance(message, Cancel), message
+        spec = message.request
+        end = RequestEnd(EndReason.OVERLOADED, "the worker is shutting down")
+        self.links.send(gateway, [RequestOutput(spec.request_id, spec.attempt, 0, end=end)])
+
+    def _flush(self) -> None:
+        by_gateway: dict[str, list[RequestOutput]] = {}
+        for gateway, output in self.role.flush():
+            by_gateway.setdefault(gateway, []).append(output)
+        for gateway, outputs in by_gateway.items():
+            self.links.send(gateway, outputs)
+
+    def _after_turn(self) -> None:
+        self._progress += 1
+        self.links.report(Report(self._progress, self.role.load(), draining=self._stop_at is not None))
+        is_empty = self.role.is_empty()
+        if is_empty and not self._was_empty:
+            self.role.check_integrity()
+        self._was_empty = is_empty
+
+    def _is_over(self, now: float) -> bool:
+        if self._refused or not (self.links.is_alive() and self.role.is_alive()):
+            return True
+        return self._stop_at is not None and (now >= self._stop_at or self.role.is_empty())
+
+    def _shut_down(self) -> int:
+        stopped_on_purpose = self._stop_at is not None
+        if not stopped_on_purpose and not self._refused:
+            logger.error("a thread of this worker has died; giving up")
+        self.links.leave("shutting down" if stopped_on_purpose else "failed")
+        self.role.stop()
+        return 0 if stopped_on_purpose else 1
+
+    def _catch_signals(self) -> None:
+        def request_stop(signum: int, frame: FrameType | None) -> None:
+            self.inbox.put(StopRequested())
+
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, request_stop)

@@ -1,0 +1,5 @@
+"""`python -m launcher`: the same as the `kvsplice` command."""
+
+from launcher.cli import main
+
+raise SystemExit(main())

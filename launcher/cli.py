@@ -1,0 +1,97 @@
+"""The `kvsplice` command. A role's code is imported when that role is asked for: the gateway runs without torch."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from types import MappingProxyType
+from typing import Final
+
+from kvtransfer.settings import one_line_errors, parse
+from launcher.config import FetchConfig, ServeConfig
+
+USAGE: Final = """\
+usage: kvsplice COMMAND [FLAGS]
+
+An LLM server that runs prefill and decode on different GPUs.
+
+  serve         all roles on this machine: the quickest way to try it
+  gateway       the HTTP face alone
+  prefill       one worker that turns prompts into KV cache
+  decode        one worker that takes KV cache and generates
+  fetch-model   bring a model onto this machine
+  flags         the flags of all commands as a table (Markdown)
+
+kvsplice COMMAND --help explains a command; kvsplice --version names the release.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; wrong settings end in SystemExit(2) after one line on stderr."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else ""
+    if command in ("--help", "-h"):
+        print(USAGE, end="")
+        return 0
+    if command == "--version":
+        print(f"kvsplice {version('kvsplice')}")
+        return 0
+    if command not in COMMANDS:
+        what = f"unknown command {command[:64]!r}" if command else "a command is needed"
+        print(f"kvsplice: error: {what} ({', '.join(COMMANDS)}; --help explains)", file=sys.stderr)
+        return 2
+    return COMMANDS[command](arguments[1:])
+
+
+def _serve(argv: Sequence[str]) -> int:
+    from launcher.serve import serve
+
+    description = (
+        "Starts a gateway, prefill workers and decode workers on this machine, says when they are ready, and restarts "
+        "a process that dies (five times, with growing delays, then it gives up). Ctrl-C stops all of them within 5 s."
+    )
+    prog = "kvsplice serve"
+    config = parse(ServeConfig, argv, os.environ, prog, description)
+    with one_line_errors(prog):
+        return serve(config, os.environ)
+
+
+def _fetch_model(argv: Sequence[str]) -> int:
+    from launcher.default_model import resolve_model
+
+    prog = "kvsplice fetch-model"
+    config = parse(FetchConfig, argv, os.environ, prog, "Brings a model onto this machine and prints its folder.")
+    with one_line_errors(prog):
+        print(resolve_model(config.model))
+    return 0
+
+
+def _flags(argv: Sequence[str]) -> int:
+    from launcher.flags import markdown_table
+
+    if argv:
+        print("kvsplice flags: error: takes no arguments", file=sys.stderr)
+        return 2
+    print(markdown_table(), end="")
+    return 0
+
+
+def _role(package: str) -> Callable[[Sequence[str]], int]:
+    def run(argv: Sequence[str]) -> int:
+        code: int = importlib.import_module(f"{package}.__main__").main(argv)
+        return code
+
+    return run
+
+
+COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = MappingProxyType(
+    {
+        "serve": _serve,
+        "gateway": _role("gateway"),
+        "prefill": _role("prefill"),
+        "decode": _role("decode"),
+        "fetch-model": _fetch_model,
+        "flags": _flags,
+    }
+)

@@ -1,0 +1,116 @@
+"""Settings of `kvsplice serve` and `kvsplice fetch-model`."""
+
+from dataclasses import dataclass
+
+from engine.config import DEFAULT_MODEL
+from kvtransfer.addresses import check_host
+from kvtransfer.settings import Settings, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchConfig(Settings):
+    """Which model to bring onto this machine."""
+
+    model: str = setting(
+        DEFAULT_MODEL,
+        "Model to fetch: the embedded default's name or a hub name; a local folder is only looked at.",
+        group="model",
+        metavar="PATH_OR_NAME",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(Settings):
+    """All roles on this machine. Settings that a role has under the same name are passed on to it."""
+
+    model: str = setting(
+        DEFAULT_MODEL,
+        "Checkpoint to serve: the embedded default's name, a local Hugging Face folder, or a hub name.",
+        group="model",
+        metavar="PATH_OR_NAME",
+    )
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "Names that requests may use; the first one stands in answers.",
+        group="model",
+        metavar="NAME[,NAME]",
+        default_text="the model's name",
+    )
+    dtype: str = setting(
+        "auto",
+        "Number format of weights, activations and KV cache; auto takes the checkpoint's.",
+        group="model",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    max_model_len: int | None = setting(
+        None,
+        "Most tokens of one request, prompt and output together.",
+        group="model",
+        ge=1,
+        default_text="the model's own limit",
+    )
+    default_seed: int | None = setting(
+        None,
+        "Seed of requests that bring none.",
+        group="model",
+        flag="seed",
+        ge=-(1 << 63),
+        le=(1 << 63) - 1,
+        default_text="drawn for each request",
+    )
+    prefill: int = setting(1, "Number of prefill workers.", group="workers", ge=1, le=64)
+    decode: int = setting(1, "Number of decode workers.", group="workers", ge=1, le=64)
+    device: str = setting(
+        "auto",
+        "Where workers compute; auto takes GPUs if there are any. Workers are dealt out over the GPUs in turn, and "
+        "share one's --gpu-memory-utilization if there are more workers than GPUs.",
+        group="workers",
+        choices=("auto", "cpu", "cuda"),
+    )
+    kernels: str = setting(
+        "auto", "Kernel backend; auto takes the best for the device.", group="workers", choices=("auto", "reference")
+    )
+    cpu_threads: int | None = setting(
+        None,
+        "Threads of each worker for computing on a CPU.",
+        group="workers",
+        ge=1,
+        le=1024,
+        default_text="the cores, split evenly among workers",
+    )
+    max_num_batched_tokens: int = setting(
+        512, "Prompt tokens in one step of a prefill worker.", group="batching and memory", ge=1, le=1 << 20
+    )
+    max_num_seqs: int = setting(
+        64, "Most requests in one batch of a worker.", group="batching and memory", ge=1, le=65536
+    )
+    block_size: int = setting(16, "Tokens in one block of a KV pool.", group="batching and memory", ge=1, le=1024)
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "On a GPU: share of its memory for weights, activations and KV pool.",
+        group="batching and memory",
+        ge=0.01,
+        le=1.0,
+    )
+    kv_cache_gib: float = setting(
+        2.0, "On a CPU: size of each worker's KV pool in GiB.", group="batching and memory", ge=0.001, le=1 << 16
+    )
+    host: str = setting("127.0.0.1", "Address of the HTTP server.", group="network", metavar="HOST")
+    port: int = setting(8000, "Port of the HTTP server; 0 takes any free one.", group="network", ge=0, le=65535)
+    api_key: str | None = setting(
+        None,
+        "Key that clients must send as a bearer token; the variable keeps it out of process lists.",
+        group="network",
+        metavar="KEY",
+        default_text="no key needed",
+        secret=True,
+    )
+    sample: bool = setting(True, "Stream one sample completion to the terminal when ready.", group="process")
+    ready_timeout_s: float = setting(
+        600.0, "Seconds that the workers get to load the model and be ready.", group="process", ge=1, le=86400
+    )
+    log_level: str = setting("info", "How much to log.", group="process", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_host("--host", self.host)

@@ -1,0 +1,103 @@
+"""From the settings of `kvsplice serve` to the command line of each process. Starts nothing.
+
+gateway      HTTP on --host:--port, control on a free loopback port
+prefill-0..  dial the control port
+decode-0..   dial the control port, take KV on free loopback ports
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from decode.config import DecodeConfig
+from gateway.config import GatewayConfig
+from kvtransfer.addresses import endpoint
+from kvtransfer.settings import Settings, options, to_flags
+from launcher.config import ServeConfig
+from launcher.gpus import VISIBLE
+from prefill.config import PrefillConfig
+
+LOOPBACK: Final = "127.0.0.1"
+DRAIN_S: Final = 3.0
+"""What running requests get to end in, seconds: less than the launcher's patience with its children."""
+API_KEY_VARIABLE: Final = "KVSPLICE_API_KEY"
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """One process to run: the name in front of its log lines, its command line and its environment."""
+
+    name: str
+    command: tuple[str, ...]
+    environ: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to share out: CPU cores, GPUs (as CUDA_VISIBLE_DEVICES takes them), free ports."""
+
+    cores: int
+    gpus: tuple[str, ...]
+    http_port: int
+    control_port: int
+
+
+def served_names(config: ServeConfig) -> tuple[str, ...]:
+    """Names that requests may use, as the gateway alone would choose them."""
+    return GatewayConfig(model=config.model, served_model_name=config.served_model_name).served_names
+
+
+def plan(config: ServeConfig, model: Path, machine: Machine, environ: Mapping[str, str]) -> list[ChildSpec]:
+    """The gateway and all workers, in the order of starting."""
+    names = [f"prefill-{index}" for index in range(config.prefill)]
+    names += [f"decode-{index}" for index in range(config.decode)]
+    workers = [_worker(config, model, machine, environ, names, index) for index in range(len(names))]
+    return [_gateway(config, model, machine, environ), *workers]
+
+
+def _gateway(config: ServeConfig, model: Path, machine: Machine, environ: Mapping[str, str]) -> ChildSpec:
+    values = _shared(config, GatewayConfig) | {
+        "model": str(model),
+        "served_model_name": served_names(config),
+        "port": machine.http_port,
+        "control_host": LOOPBACK,
+        "control_port": machine.control_port,
+        "shutdown_timeout_s": DRAIN_S,
+        "api_key": None,  # goes through the environment: command lines are public
+    }
+    secret = {API_KEY_VARIABLE: config.api_key} if config.api_key else {}
+    return ChildSpec("gateway", _command("gateway", GatewayConfig, values), {**environ, **secret})
+
+
+def _worker(
+    config: ServeConfig, model: Path, machine: Machine, environ: Mapping[str, str], names: Sequence[str], index: int
+) -> ChildSpec:
+    name = names[index]
+    role, config_class = ("prefill", PrefillConfig) if name.startswith("prefill") else ("decode", DecodeConfig)
+    values = _shared(config, config_class) | {
+        "model": str(model),
+        "worker_id": name,
+        "gateway": (endpoint(LOOPBACK, machine.control_port),),
+        "cpu_threads": config.cpu_threads or max(1, machine.cores // len(names)),
+        "shutdown_timeout_s": DRAIN_S,
+    }
+    if role == "decode":
+        values |= {"kv_host": LOOPBACK, "kv_port": 0, "kv_advertise_host": LOOPBACK}
+    own = {key: value for key, value in environ.items() if key != API_KEY_VARIABLE}
+    if machine.gpus:
+        own[VISIBLE] = machine.gpus[index % len(machine.gpus)]
+        sharers = len(range(index % len(machine.gpus), len(names), len(machine.gpus)))
+        values["gpu_memory_utilization"] = config.gpu_memory_utilization / sharers
+    return ChildSpec(name, _command(role, config_class, values), own)
+
+
+def _shared(config: ServeConfig, config_class: type[Settings]) -> dict[str, Any]:
+    """The settings that `serve` and a role have under the same name."""
+    theirs = {option.name for option in options(config_class)}
+    return {option.name: getattr(config, option.name) for option in options(ServeConfig) if option.name in theirs}
+
+
+def _command(role: str, config_class: type[Settings], values: Mapping[str, Any]) -> tuple[str, ...]:
+    return (sys.executable, "-u", "-m", "launcher.child", role, *to_flags(config_class, values))

@@ -1,0 +1,85 @@
+"""The launcher as a client of its own gateway: is it ready, and what does one completion look like."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from typing import Any, Final
+
+from launcher.errors import LaunchError
+
+HEALTH_TIMEOUT_S: Final = 2.0
+SAMPLE_TIMEOUT_S: Final = 60.0
+SAMPLE_PROMPT: Final = "The capital of France is"
+SAMPLE_TOKENS: Final = 32
+
+
+@dataclass(frozen=True)
+class GatewayProbe:
+    """Where the gateway is and how to ask it."""
+
+    host: str
+    port: int
+    model: str
+    api_key: str | None
+
+    @property
+    def url(self) -> str:
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+
+    @property
+    def curl_line(self) -> str:
+        """A streaming call to paste into a shell. The key is named, not shown."""
+        key = ' -H "Authorization: Bearer $KVSPLICE_API_KEY"' if self.api_key else ""
+        body = json.dumps(self._body()).replace("'", "'\\''")
+        return f"curl -N {self.url}/v1/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+
+    def health(self) -> tuple[bool, str]:
+        """Whether a request could be served now, and if not, why."""
+        connection = HTTPConnection(self.host, self.port, timeout=HEALTH_TIMEOUT_S)
+        try:
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            return response.status == 200, response.read(2048).decode("utf-8", "replace")
+        except (OSError, HTTPException):
+            return False, "the gateway does not answer yet"
+        finally:
+            connection.close()
+
+    def sample(self) -> Iterator[str]:
+        """Pieces of one streamed completion. Raises LaunchError if the gateway does not give it."""
+        connection = HTTPConnection(self.host, self.port, timeout=SAMPLE_TIMEOUT_S)
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(self._body()), self._headers())
+            response = connection.getresponse()
+            if response.status != 200:
+                raise LaunchError(f"HTTP {response.status}: {response.read(500).decode('utf-8', 'replace')}")
+            for line in response:
+                yield from _texts(line)
+        except (OSError, HTTPException, ValueError) as error:
+            raise LaunchError(f"{type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+
+    def _headers(self) -> dict[str, str]:
+        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return {"Content-Type": "application/json", **key}
+
+    def _body(self) -> Mapping[str, Any]:
+        return {
+            "model": self.model,
+            "prompt": SAMPLE_PROMPT,
+            "max_tokens": SAMPLE_TOKENS,
+            "temperature": 0,
+            "stream": True,
+        }
+
+
+def _texts(line: bytes) -> Iterator[str]:
+    """Texts in one line of a server-sent event stream."""
+    if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
+        return
+    event = json.loads(line[len(b"data:") :])
+    if "error" in event:
+        raise LaunchError(str(event["error"].get("message")))
+    yield from (choice["text"] for choice in event["choices"])

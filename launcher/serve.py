@@ -1,0 +1,115 @@
+"""`kvsplice serve`: all roles on one machine, ready when it says so, gone when it stops.
+
+1. Check the port, find or fetch the model, share out cores, GPUs and ports.
+2. Start the gateway and the workers as processes of their own, and show their logs under their names.
+3. Ask /health until it is green. A process that ends before that is the end of it all: exit code 1.
+4. Say where it is, with a line to paste, and stream one completion to the terminal.
+5. Restart what dies, a bounded number of times.
+6. On Ctrl-C, SIGTERM or SIGHUP: SIGTERM to all, SIGKILL to what is left after 4 s, exit code 0.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from launcher.config import ServeConfig
+from launcher.default_model import resolve_model
+from launcher.errors import LaunchError
+from launcher.gpus import visible_gpus
+from launcher.plan import LOOPBACK, Machine, plan, served_names
+from launcher.ports import dial_host, usable_port
+from launcher.probe import SAMPLE_PROMPT, GatewayProbe
+from launcher.supervisor import Supervisor
+
+TICK_S: Final = 0.2
+
+
+def serve(config: ServeConfig, environ: Mapping[str, str]) -> int:
+    """Runs until told to stop; returns the exit code. Raises SettingsError for what can be told before the start."""
+    started_at = time.monotonic()
+    machine = _machine(config, environ)
+    model = resolve_model(config.model, environ=environ)
+    probe = GatewayProbe(dial_host(config.host), machine.http_port, served_names(config)[0], config.api_key)
+    supervisor = Supervisor(plan(config, model, machine, environ))
+    stop = _stop_on_signals()
+    try:
+        supervisor.start()
+        if wait_until_ready(supervisor, probe, stop, started_at + config.ready_timeout_s):
+            _announce(probe, time.monotonic() - started_at)
+            if config.sample:
+                _show_sample(probe, stop)
+            supervise(supervisor, stop)
+        return 0
+    except LaunchError as error:
+        _say(f"error: {error}")
+        return 1
+    finally:
+        supervisor.stop()
+        _say("stopped")
+
+
+def wait_until_ready(supervisor: Supervisor, probe: GatewayProbe, stop: threading.Event, deadline: float) -> bool:
+    """True when the gateway is ready, False when told to stop. Raises LaunchError if a process ends or `deadline`
+    (monotonic seconds) passes."""
+    while not stop.wait(TICK_S):
+        supervisor.check_all_alive()
+        ready, reason = probe.health()
+        if ready:
+            return True
+        if time.monotonic() > deadline:
+            raise LaunchError(f"not ready in time (--ready-timeout-s): {reason}")
+    return False
+
+
+def supervise(supervisor: Supervisor, stop: threading.Event) -> None:
+    """Restarts what dies until told to stop. Raises LaunchError when a process dies too often."""
+    while not stop.wait(TICK_S):
+        for line in supervisor.tick(time.monotonic()):
+            _say(line)
+
+
+def _machine(config: ServeConfig, environ: Mapping[str, str]) -> Machine:
+    return Machine(
+        cores=len(os.sched_getaffinity(0)),
+        gpus=visible_gpus(config.device, environ),
+        http_port=usable_port(config.host, config.port),
+        control_port=usable_port(LOOPBACK, 0),
+    )
+
+
+def _stop_on_signals() -> threading.Event:
+    """An event that Ctrl-C, SIGTERM and SIGHUP set from now on, instead of ending this process."""
+    stop = threading.Event()
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_number, lambda *_: stop.set())
+    return stop
+
+
+def _announce(probe: GatewayProbe, seconds: float) -> None:
+    print(f"\nkvsplice is ready at {probe.url} ({seconds:.1f} s). Try it:\n\n{probe.curl_line}\n", flush=True)
+
+
+def _show_sample(probe: GatewayProbe, stop: threading.Event) -> None:
+    """Streams one completion. In a thread, so that Ctrl-C is heard at once."""
+    sample = threading.Thread(target=_print_sample, args=(probe,), name="sample", daemon=True)
+    sample.start()
+    while sample.is_alive() and not stop.is_set():
+        sample.join(TICK_S)
+
+
+def _print_sample(probe: GatewayProbe) -> None:
+    try:
+        print(SAMPLE_PROMPT, end="", flush=True)
+        for text in probe.sample():
+            print(text, end="", flush=True)
+        print("\n\nCtrl-C stops it.", flush=True)
+    except LaunchError as error:
+        _say(f"the sample completion failed: {error}")
+
+
+def _say(text: str) -> None:
+    print(f"kvsplice: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,58 @@
+"""`python -m prefill` and `kvsplice prefill`: one prefill worker."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from engine.assembly import Engine, assemble, introduce
+from engine.startup import failures_in_one_line
+from kvtransfer.control import GatewayLinks, LinkTiming
+from kvtransfer.logs import configure_logging
+from kvtransfer.mailbox import Mailbox
+from kvtransfer.messages import PROTOCOL_VERSION, Hello, KvHello, Role
+from kvtransfer.sender import KvSender
+from kvtransfer.settings import parse
+from kvtransfer.worker import Worker, WorkerEvent
+from launcher.default_model import resolve_model
+from prefill.config import PrefillConfig
+from prefill.scheduler import PrefillLimits, PrefillScheduler
+from prefill.worker import PoolSource, PrefillRole
+
+PROG = "kvsplice prefill"
+DESCRIPTION = "Computes prompts in chunks and ships their KV cache to decode workers while it still computes."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a prefill worker until it is told to stop; returns the exit code."""
+    config = parse(PrefillConfig, sys.argv[1:] if argv is None else argv, os.environ, PROG, DESCRIPTION)
+    configure_logging(config.log_level)
+    with failures_in_one_line(PROG):
+        engine = assemble(config, resolve_model(config.model), config.max_num_batched_tokens)
+        return build(config, engine).run()
+
+
+def build(config: PrefillConfig, engine: Engine) -> Worker:
+    """The worker around an engine, not started yet."""
+    inbox: Mailbox[WorkerEvent] = Mailbox()
+    hello = introduce(config, Role.PREFILL, engine, kv_endpoint=None)
+    limits = PrefillLimits(
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_waiting=config.max_waiting,
+        max_model_len=engine.max_model_len,
+        lease=config.lease_s,
+    )
+    scheduler = PrefillScheduler(engine.pool, limits, engine.eos_token_ids)
+    sender = KvSender(_kv_hello(hello), PoolSource(engine, scheduler), inbox, keepalive=config.lease_s / 4)
+    links = GatewayLinks(
+        hello, config.gateway, LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s), inbox
+    )
+    return Worker(PrefillRole(engine, scheduler, sender), links, inbox, config.shutdown_timeout_s)
+
+
+def _kv_hello(hello: Hello) -> KvHello:
+    return KvHello(PROTOCOL_VERSION, hello.worker_id, hello.generation, hello.fingerprint, hello.layout)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""Which prompt tokens go into the next step. Knows no torch, socket or clock: time comes in as an argument.
+
+The life of a request here:
+
+1. `add`: checked by the worker, queued (WAITING); its transfer is opened, so that decode can reserve meanwhile.
+2. Admitted first come, first served when its whole prompt fits the pool (RUNNING). A full pool stops admission, and
+   this is the back-pressure: blocks come back as decode workers take KV over.
+3. Its prompt is computed in chunks. The first token goes to the gateway, and behind the KV to decode (HANDING_OVER).
+   Without a target, or if the first token is the last, the request ends here.
+4. `transfer_ended`: decode has everything; blocks are freed (ENDED).
+
+A step's token budget is shared so that nobody starves and short prompts do not wait for long ones:
+
+    |<- a quarter for the oldest ->|<- the rest: shortest remaining prompt first ------------>|
+    0                                                                         max_num_batched_tokens
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from engine.block_pool import BlockPool
+from engine.request import Outgoing, Request, RequestKey, RequestState, ScheduledRow
+from engine.request_book import RequestBook
+from engine.stopping import finish_reason
+from kvtransfer.messages import DecodeTarget, EndReason, LifetimeEvent, RequestEnd, RequestOutput
+from kvtransfer.outgoing import TransferEnded, TransferOutcome
+
+OLDEST_SHARE = 4
+"""The oldest request gets at least 1/OLDEST_SHARE of each step's budget."""
+
+
+@dataclass(frozen=True)
+class PrefillLimits:
+    """Tokens a step, requests computed at once, requests waiting, tokens a request, seconds to wait for decode."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_waiting: int
+    max_model_len: int
+    lease: float
+
+
+@dataclass(eq=False, kw_only=True)
+class PrefillJob(Request):
+    """A request with where its KV goes (None: nowhere). `lent`: the sender may read its blocks."""
+
+    target: DecodeTarget | None
+    lent: bool = False
+
+
+@dataclass(frozen=True)
+class OpenTransfer:
+    """Offer the request's KV to its target."""
+
+    request: PrefillJob
+
+
+@dataclass(frozen=True)
+class SendFirstToken:
+    """The prompt is computed: this token follows its KV."""
+
+    key: RequestKey
+    token_id: int
+
+
+@dataclass(frozen=True)
+class AbortTransfer:
+    """Stop shipping; answered by `transfer_ended`. `tell_peer`: decode can't know otherwise that no KV will come.
+
+    A request that ends well here, or is cancelled, is cancelled on decode by the gateway: a word from us might reach
+    the gateway through decode before our own and pass for a failure.
+    """
+
+    key: RequestKey
+    reason: str
+    tell_peer: bool
+
+
+TransferCommand = OpenTransfer | SendFirstToken | AbortTransfer
+
+
+class PrefillScheduler(RequestBook[PrefillJob]):
+    """Owns all requests of a prefill worker. What it decides is drained by `take_outputs` and `take_commands`."""
+
+    def __init__(self, pool: BlockPool, limits: PrefillLimits, eos_token_ids: AbstractSet[int]) -> None:
+        super().__init__()
+        self._pool = pool
+        self._limits = limits
+        self._eos_token_ids = eos_token_ids
+        self._waiting: deque[PrefillJob] = deque()
+        self._running: list[PrefillJob] = []  # oldest first
+        self._commands: list[TransferCommand] = []
+
+    # --- what it holds
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests) - len(self._waiting)
+
+    def take_commands(self) -> list[TransferCommand]:
+        commands, self._commands = self._commands, []
+        return commands
+
+    # --- events
+
+    def add(self, request: PrefillJob, now: float) -> None:
+        """Queues a request, or ends it at once with OVERLOADED if the queue is full."""
+        if request.key in self._requests:
+            return  # a repeated message; the first one is being served
+        request.record(LifetimeEvent.RECEIVED, now)
+        self._requests[request.key] = request
+        if len(self._waiting) >= self._limits.max_waiting:
+            self._end(request, EndReason.OVERLOADED, now, "the prefill queue is full")
+            return
+        self._waiting.append(request)
+        if request.target is not None:
+            request.lent = True
+            self._commands.append(OpenTransfer(request))
+
+    def transfer_ended(self, event: TransferEnded, now: float) -> None:
+        """The sender will not touch the request's blocks again."""
+        request = self._requests.get(event.key)
+        if request is None:
+            return
+        request.lent = False
+        if request.state is RequestState.CLOSING:
+            self._release(request)
+        elif request.state is RequestState.HANDING_OVER and event.outcome is TransferOutcome.DONE:
+            self._end(request, EndReason.HANDED_OVER, now)
+        else:
+            self._end(
+                request, EndReason.FAILED, now, f"the KV transfer ended early: {event.reason or event.outcome.value}"
+            )
+
+    def expire(self, now: float) -> None:
+        """Ends requests whose decode worker has not taken the KV over within the lease."""
+        for request in list(self._requests.values()):
+            if request.state is RequestState.HANDING_OVER:
+                computed_at = request.events[LifetimeEvent.FIRST_TOKEN]
+                if now - computed_at > self._limits.lease:
+                    message = f"decode did not take the KV within {self._limits.lease:g} s"
+                    self._end(request, EndReason.FAILED, now, message)
+
+    # --- the step
+
+    def schedule(self, now: float) -> list[ScheduledRow]:
+        """The next step's rows, at most `max_num_batched_tokens` tokens in all; empty if there is nothing to do."""
+        self._admit()
+        rows = share_budget(self._running, self._limits.max_num_batched_tokens)
+        for row in rows:
+            row.request.record(LifetimeEvent.SCHEDULED, now)
+        return rows
+
+    def complete(self, rows: Sequence[ScheduledRow], sampled: Sequence[int | None], now: float) -> None:
+        """Books a step: tokens computed, and first tokens sampled."""
+        for row, token_id in zip(rows, sampled, strict=True):
+            row.request.num_computed = row.stop
+            if token_id is not None:
+                assert isinstance(row.request, PrefillJob), row.request
+                self._first_token(row.request, token_id, now)
+
+    def _admit(self) -> None:
+        while (
+            self._waiting
+            and len(self._running) < self._limits.max_num_seqs
+            and self._pool.can_fit(self._waiting[0].num_prompt)
+        ):
+            request = self._waiting.popleft()
+            request.block_ids = self._pool.allocate(request.num_prompt, owner=request.key)
+            request.move(RequestState.RUNNING)
+            self._running.append(request)
+
+    def _first_token(self, request: PrefillJob, token_id: int, now: float) -> None:
+        request.output_token_ids.append(token_id)
+        request.record(LifetimeEvent.FIRST_TOKEN, now)
+        reason = finish_reason(request, self._eos_token_ids, self._limits.max_model_len)
+        if reason is None and request.target is None:
+            reason = EndReason.LENGTH  # prefill alone goes no further
+        if reason is not None:
+            self._end(request, reason, now)
+            return
+        self._running.remove(request)
+        request.move(RequestState.HANDING_OVER)
+        self._say(request, None)
+        self._commands.append(SendFirstToken(request.key, token_id))
+
+    # --- ends
+
+    def _end(self, request: PrefillJob, reason: EndReason, now: float, message: str = "") -> None:
+        request.record(LifetimeEvent.ENDED, now)
+        request.end_reason = reason
+        self._say(request, RequestEnd(reason, message))
+        self._unlist(request)
+        if request.lent:
+            request.move(RequestState.CLOSING)
+            self._commands.append(AbortTransfer(request.key, message or reason.value, tell_peer=reason.is_error))
+        else:
+            self._release(request)
+
+    def _unlist(self, request: PrefillJob) -> None:
+        if request.state is RequestState.RUNNING:
+            self._running.remove(request)
+        elif request in self._waiting:
+            self._waiting.remove(request)
+
+    def _release(self, request: PrefillJob) -> None:
+        self._pool.free(request.block_ids, owner=request.key)
+        request.block_ids = []
+        request.move(RequestState.ENDED)
+        del self._requests[request.key]
+
+    def _say(self, request: PrefillJob, end: RequestEnd | None) -> None:
+        """Tells the gateway what is new: the first token (repeated with the end, which does no harm)."""
+        output = RequestOutput(
+            request_id=request.spec.request_id,
+            attempt=request.spec.attempt,
+            start=0,
+            token_ids=tuple(request.output_token_ids),
+            end=end,
+            events=request.readings(),
+        )
+        self._outputs.append(Outgoing(request.gateway, output))
+
+
+def share_budget(running: Sequence[Request], budget: int) -> list[ScheduledRow]:
+    """Splits `budget` tokens over requests (oldest first): a share for the oldest, then shortest remaining first."""
+    if not running:
+        return []
+    oldest = running[0]
+    reserved = min(oldest.num_uncomputed, max(1, budget // OLDEST_SHARE))
+    counts = {oldest.key: reserved}
+    left = budget - reserved
+    for request in sorted(running, key=lambda request: request.num_uncomputed):
+        count = min(request.num_uncomputed - counts.get(request.key, 0), left)
+        counts[request.key] = counts.get(request.key, 0) + count
+        left -= count
+    return [
+        ScheduledRow(request, request.num_computed, counts[request.key]) for request in running if counts[request.key]
+    ]

@@ -1,0 +1,107 @@
+"""A prefill worker: computes prompts in chunks and ships their KV while later chunks are still being computed.
+
+1. A request comes from a gateway, is checked, queued, and offered to its decode worker.
+2. Each step computes a batch of chunks; after each layer the sender is told how far the layer's KV has got.
+3. The first token goes to the gateway at once, and to decode behind the KV.
+4. When decode has it all, or the request ends otherwise, its blocks are free again.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from engine.assembly import Engine
+from engine.buffers import as_bytes
+from engine.request import ScheduledRow
+from engine.role import EngineRole
+from kvtransfer.channel import KvBody
+from kvtransfer.control import RequestMessage
+from kvtransfer.messages import PrefillRequest
+from kvtransfer.outgoing import Piece, TransferEnded, TransferKey
+from kvtransfer.sender import KvSender
+from kvtransfer.worker import TransferEvent
+from prefill.scheduler import (
+    AbortTransfer,
+    OpenTransfer,
+    PrefillJob,
+    PrefillScheduler,
+    SendFirstToken,
+    TransferCommand,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class PoolSource:
+    """Reads KV out of the pool for the sender's thread. A request's blocks stay put until its transfer has ended."""
+
+    def __init__(self, engine: Engine, scheduler: PrefillScheduler) -> None:
+        self._kv_cache = engine.kv_cache
+        self._scheduler = scheduler
+
+    def gather(self, key: TransferKey, piece: Piece) -> KvBody:
+        """K and V of one layer's tokens [start, stop), each [tokens, num_kv_heads, head_dim]."""
+        job = self._scheduler.find(key)
+        assert job is not None, f"{key} was freed while its KV was being read"
+        k, v = self._kv_cache.gather(piece.layer, job.block_ids, piece.start, piece.stop)
+        return KvBody(as_bytes(k), as_bytes(v))
+
+
+class PrefillRole(EngineRole):
+    """The prefill side of `kvtransfer.worker.WorkerRole`."""
+
+    def __init__(self, engine: Engine, scheduler: PrefillScheduler, sender: KvSender) -> None:
+        super().__init__(engine, scheduler, holds_output=False)
+        self._scheduler = scheduler
+        self._sender = sender
+
+    def start(self) -> None:
+        self._sender.start()
+
+    def stop(self) -> None:
+        self._sender.stop()
+
+    def is_alive(self) -> bool:
+        return self._sender.is_alive()
+
+    def add(self, gateway: str, message: RequestMessage, now: float) -> None:
+        if not isinstance(message, PrefillRequest):
+            logger.error("gateway %s sent a %s to a prefill worker", gateway, type(message).__name__)
+            return
+        if self._can_serve(gateway, message.request):
+            self._scheduler.add(PrefillJob(spec=message.request, gateway=gateway, target=message.target), now)
+
+    def on_transfer(self, event: TransferEvent, now: float) -> None:
+        assert isinstance(event, TransferEnded), event
+        self._scheduler.transfer_ended(event, now)
+
+    def step(self) -> bool:
+        now = time.monotonic()
+        self._scheduler.expire(now)
+        rows = self._scheduler.schedule(now)
+        if not rows:
+            return False
+        sampled = self._engine.runner.step(rows, on_layer=self._announcer(rows))
+        self._scheduler.complete(rows, sampled, time.monotonic())
+        return True
+
+    def _carry_out_commands(self) -> None:
+        for command in self._scheduler.take_commands():
+            self._carry_out(command)
+
+    def _announcer(self, rows: Sequence[ScheduledRow]) -> Callable[[int], None]:
+        """Called after each layer of a step: tells the sender how far that layer's KV has got."""
+        stops = [
+            (row.request.key, row.stop) for row in rows if isinstance(row.request, PrefillJob) and row.request.lent
+        ]
+        return lambda layer: self._sender.ready(layer, stops)
+
+    def _carry_out(self, command: TransferCommand) -> None:
+        match command:
+            case OpenTransfer(job):
+                assert job.target is not None, job.key
+                self._sender.open(job.key, job.target, job.num_prompt)
+            case SendFirstToken(key, token_id):
+                self._sender.first_token(key, token_id)
+            case AbortTransfer(key, reason, tell_peer):
+                self._sender.abort(key, reason, tell_peer=tell_peer)

@@ -1,0 +1,22 @@
+"""Tiny checkpoints on disk, one folder an architecture, made once a session."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from engine.loading import LoadedModel, load
+from tests.tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model, by name. Read only."""
+    return cache(lambda name: save_tiny_model(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(scope="session")
+def tiny_loaded(tiny_checkpoint: Callable[[str], Path]) -> Callable[[str], LoadedModel]:
+    """A tiny model as the engine loads it on the CPU, by name."""
+    return cache(lambda name: load(tiny_checkpoint(name), dtype="auto", device="cpu", kernels="auto"))

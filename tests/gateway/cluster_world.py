@@ -1,0 +1,210 @@
+"""A dispatcher over a fake control channel: tests speak as the workers, and read what they were told."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from gateway.backend import BackendError, TokenDelta
+from gateway.cluster import Cluster, ClusterSettings
+from gateway.dispatch import Dispatcher, DispatchSettings
+from gateway.observer import RequestOutcome
+from kvtransfer.messages import (
+    EndReason,
+    Fingerprint,
+    Heartbeat,
+    Hello,
+    KvLayout,
+    LifetimeEvent,
+    Limits,
+    Load,
+    RequestEnd,
+    RequestOutput,
+    RequestSpec,
+    Role,
+    SamplingParams,
+    StepOutput,
+)
+
+EPOCH = "epoch-1"
+FINGERPRINT = Fingerprint(architecture="Llama", config="c0", weights="w0", dtype="float32", vocab_size=100)
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=64, dtype="float32", block_size=16)
+LIMITS = Limits(max_model_len=1000, max_num_seqs=8, kv_tokens=2000)
+
+
+def hello(worker_id: str = "prefill-0", generation: str = "g1", **changes) -> Hello:
+    """A Hello that fits; the role follows from the id."""
+    role = Role.PREFILL if worker_id.startswith("prefill") else Role.DECODE
+    fields = {
+        "protocol": 1,
+        "role": role,
+        "worker_id": worker_id,
+        "generation": generation,
+        "fingerprint": FINGERPRINT,
+        "layout": LAYOUT,
+        "limits": LIMITS,
+        "kv_endpoint": None if role is Role.PREFILL else f"tcp://127.0.0.1:{worker_id[-1]}",
+    }
+    return Hello(**(fields | changes))
+
+
+def beat(
+    generation: str = "g1", progress: int = 1, running: int = 0, waiting: int = 0, usage: float = 0.0
+) -> Heartbeat:
+    return Heartbeat(generation, progress, Load(num_running=running, num_waiting=waiting, kv_usage=usage))
+
+
+def sampling(max_tokens: int = 8, **changes) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=1, **changes)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeControl:
+    """In place of the ROUTER: an inbox to speak into, and a list of what was sent. Both can be made to fail."""
+
+    def __init__(self) -> None:
+        self.inbox: asyncio.Queue = asyncio.Queue()
+        self.sent: list = []
+        self.unreachable: set[str] = set()
+
+    async def receive(self):
+        item = await self.inbox.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def send(self, worker_id, message) -> bool:
+        if worker_id in self.unreachable:
+            return False
+        self.sent.append((worker_id, message))
+        return True
+
+    def to(self, worker_id: str, kind: type) -> list:
+        """What was sent to a worker, of one kind."""
+        return [message for target, message in self.sent if target == worker_id and isinstance(message, kind)]
+
+
+class Recorder:
+    """Keeps what a metrics observer is told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Role, dict[LifetimeEvent, float]]] = []
+        self.outcomes: list[RequestOutcome] = []
+        self.worker_ids: list[tuple[str, ...]] = []
+
+    def on_events(self, role, events) -> None:
+        self.events.append((role, dict(events)))
+
+    def on_request_end(self, outcome) -> None:
+        self.outcomes.append(outcome)
+
+    def on_worker_change(self, workers) -> None:
+        self.worker_ids.append(tuple(worker.worker_id for worker in workers))
+
+
+class Client:
+    """Consumes one `generate`; reads only while `reading` is set."""
+
+    def __init__(self, dispatcher: Dispatcher, prompt: tuple[int, ...], params: SamplingParams) -> None:
+        self.tokens: list[int] = []
+        self.deltas: list[TokenDelta] = []
+        self.finish: EndReason | None = None
+        self.error: BackendError | None = None
+        self.reading = asyncio.Event()
+        self.reading.set()
+        self._stream = dispatcher.generate(prompt, params)
+        self.task = asyncio.get_running_loop().create_task(self._consume())
+
+    async def _consume(self) -> None:
+        try:
+            async for delta in self._stream:
+                assert self.finish is None, "a delta came after the last one"
+                self.deltas.append(delta)
+                self.tokens += delta.token_ids
+                self.finish = delta.finish
+                await self.reading.wait()
+        except BackendError as error:
+            self.error = error
+        finally:
+            await self._stream.aclose()
+
+    async def leave(self) -> None:
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+
+
+class World:
+    """One dispatcher that runs, on a clock that stands still until it is moved."""
+
+    def __init__(self, cluster: ClusterSettings, settings: DispatchSettings) -> None:
+        self.clock = Clock()
+        self.control = FakeControl()
+        self.recorder = Recorder()
+        self.cluster = Cluster(EPOCH, cluster)
+        self.dispatcher = Dispatcher(self.cluster, settings, self.recorder, self.clock)
+
+    async def join(self, *worker_ids: str, generation: str = "g1") -> None:
+        for worker_id in worker_ids:
+            await self.hear(worker_id, hello(worker_id, generation))
+            await self.hear(worker_id, beat(generation))
+
+    async def hear(self, worker_id: str, message) -> None:
+        self.control.inbox.put_nowait((worker_id, message))
+        await self.settle()
+
+    async def settle(self) -> None:
+        for _ in range(12):
+            await asyncio.sleep(0)
+
+    async def ask(self, prompt=(1, 2, 3), max_tokens: int = 8, **changes) -> Client:
+        client = Client(self.dispatcher, tuple(prompt), sampling(max_tokens, **changes))
+        await self.settle()
+        return client
+
+    def spec(self, worker_id: str, kind: type) -> RequestSpec:
+        """The request that a worker was given last."""
+        return self.control.to(worker_id, kind)[-1].request
+
+    async def say(self, worker_id, spec, start, tokens=(), end=None, message="", generation="g1", events=None) -> None:
+        """A worker's StepOutput with one output."""
+        ending = None if end is None else RequestEnd(end, message)
+        output = RequestOutput(spec.request_id, spec.attempt, start, tuple(tokens), ending, events or {})
+        await self.hear(worker_id, StepOutput(generation, (output,)))
+
+    async def pass_time(self, seconds: float, alive: dict[str, str] | None = None) -> None:
+        """Moves the clock in small steps, each with a tick; workers in `alive` (id: generation) beat meanwhile."""
+        stop = self.clock.now + seconds
+        while self.clock.now < stop:
+            self.clock.now = min(stop, self.clock.now + 0.5)
+            for worker_id, generation in (alive or {}).items():
+                await self.hear(worker_id, beat(generation, progress=int(self.clock.now * 2)))
+            self.dispatcher.tick()
+        await self.settle()
+
+    def assert_empty(self) -> None:
+        self.dispatcher.check_integrity()
+        assert self.dispatcher.in_flight == 0
+
+
+@asynccontextmanager
+async def world(
+    *worker_ids: str, cluster: ClusterSettings | None = None, settings: DispatchSettings | None = None
+) -> AsyncIterator[World]:
+    """A running dispatcher with these workers. Ticks only when told, unless `settings` says otherwise."""
+    it = World(cluster or ClusterSettings(), settings or DispatchSettings(tick_s=3600))
+    task = asyncio.get_running_loop().create_task(it.dispatcher.run(it.control))
+    await it.settle()
+    await it.join(*worker_ids)
+    try:
+        yield it
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

@@ -1,0 +1,330 @@
+"""The registry of workers: handshake, silence, stalls, replacement; each rule by the reply and by who is live."""
+
+import msgspec
+import pytest
+
+from gateway.cluster import Cluster, ClusterSettings
+from kvtransfer.errors import MessageError, SettingsError
+from kvtransfer.messages import (
+    Goodbye,
+    Refused,
+    Reintroduce,
+    RequestOutput,
+    Role,
+    StepOutput,
+    Welcome,
+    decode_from_gateway,
+    encode,
+)
+from tests.gateway.cluster_world import EPOCH, FINGERPRINT, LAYOUT, LIMITS, beat, hello
+
+BOTH = ("prefill-0", "decode-0")
+
+
+def make(*worker_ids: str, **settings) -> Cluster:
+    cluster = Cluster(EPOCH, ClusterSettings(**settings))
+    for worker_id in worker_ids:
+        assert cluster.receive(worker_id, hello(worker_id), 0.0).reply == Welcome(EPOCH)
+        cluster.receive(worker_id, beat(), 0.0)
+    return cluster
+
+
+def live(cluster: Cluster) -> list[tuple[str, str]]:
+    return [(worker.worker_id, worker.generation) for worker in cluster.workers]
+
+
+def changed(part, **changes):
+    return msgspec.structs.replace(part, **changes)
+
+
+# --- handshake ---------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_fits_is_welcomed_and_live():
+    cluster = make()
+    reaction = cluster.receive("decode-0", hello("decode-0"), 1.0)
+    assert reaction.reply == Welcome(EPOCH)
+    assert reaction.joined is not None
+    assert live(cluster) == [("decode-0", "g1")]
+    assert cluster.is_live("decode-0", "g1")
+    assert not cluster.is_live("decode-0", "g2")
+
+
+@pytest.mark.parametrize(
+    ("sender", "message", "reason"),
+    [
+        ("prefill-1", hello("prefill-1", protocol=2), "protocol version: 2 != 1"),
+        ("somebody", hello("prefill-1"), "worker id does not match"),
+        ("decode-1", hello("decode-1", kv_endpoint=None), "decode workers name a KV endpoint"),
+        ("prefill-1", hello("prefill-1", kv_endpoint="tcp://h:1"), "prefill workers do not"),
+        ("decode-0", hello("decode-0", "g2", role=Role.PREFILL, kv_endpoint=None), "belongs to a live decode worker"),
+        ("prefill-1", hello("prefill-1", fingerprint=changed(FINGERPRINT, weights="w1")), "weights: w1 != w0"),
+        (
+            "prefill-1",
+            hello("prefill-1", fingerprint=changed(FINGERPRINT, architecture="Q")),
+            "architecture: Q != Llama",
+        ),
+        ("prefill-1", hello("prefill-1", layout=changed(LAYOUT, head_dim=32)), "KV head_dim: 32 != 64"),
+        ("prefill-1", hello("prefill-1", layout=changed(LAYOUT, dtype="fp8")), "KV dtype: fp8 != float32"),
+        (
+            "prefill-1",
+            hello("prefill-1", fingerprint=changed(FINGERPRINT, vocab_size=89)),
+            "vocab_size: the model has 89",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_differs(sender, message, reason):
+    cluster = make(*BOTH, tokenizer_vocab_size=90)
+    reaction = cluster.receive(sender, message, 1.0)
+    assert isinstance(reaction.reply, Refused)
+    assert reason in reaction.reply.reason
+    assert reaction.departed is None
+    assert live(cluster) == [("decode-0", "g1"), ("prefill-0", "g1")]
+
+
+def test_all_differences_are_named_at_once():
+    wrong = hello("prefill-1", fingerprint=changed(FINGERPRINT, weights="w1", dtype="bfloat16"))
+    reply = make("decode-0").receive("prefill-1", wrong, 1.0).reply
+    assert reply == Refused("differs from decode-0: weights: w1 != w0; dtype: bfloat16 != float32")
+
+
+def test_a_refusal_decodes_however_long_the_values_are():
+    long = changed(FINGERPRINT, architecture="a" * 2048, config="b" * 2048, weights="c" * 2048, dtype="d" * 2048)
+    reply = make("decode-0").receive("prefill-1", hello("prefill-1", fingerprint=long), 1.0).reply
+    assert decode_from_gateway(encode(reply)) == reply
+
+
+def test_block_size_and_limits_may_differ():
+    cluster = make("decode-0")
+    other = hello("prefill-0", layout=changed(LAYOUT, block_size=32), limits=changed(LIMITS, max_model_len=500))
+    assert cluster.receive("prefill-0", other, 1.0).reply == Welcome(EPOCH)
+    assert cluster.status(1.0).max_model_len == 500
+
+
+@pytest.mark.parametrize(("tokenizer", "fits"), [(99, True), (100, True), (101, False)])
+def test_the_tokenizer_may_be_smaller_than_the_model_never_larger(tokenizer, fits):
+    cluster = Cluster(EPOCH, ClusterSettings(tokenizer_vocab_size=tokenizer))
+    reply = cluster.receive("prefill-0", hello(), 1.0).reply
+    assert isinstance(reply, Welcome if fits else Refused)
+    assert cluster.vocab_size == (100 if fits else None)
+
+
+def test_the_model_may_change_once_the_last_worker_has_gone():
+    cluster = make("decode-0")
+    other = hello("prefill-0", fingerprint=changed(FINGERPRINT, weights="w1"))
+    assert isinstance(cluster.receive("prefill-0", other, 1.0).reply, Refused)
+    cluster.receive("decode-0", Goodbye("g1", "bye"), 1.0)
+    assert cluster.receive("prefill-0", other, 1.0).reply == Welcome(EPOCH)
+
+
+def test_the_registry_is_bounded():
+    cluster = make(*BOTH, max_workers=2)
+    reply = cluster.receive("decode-1", hello("decode-1"), 1.0).reply
+    assert isinstance(reply, Refused)
+    assert "at most 2" in reply.reason
+
+
+# --- who is who --------------------------------------------------------------------------------------
+
+
+def test_a_newer_generation_replaces_the_older_one():
+    cluster = make(*BOTH)
+    reaction = cluster.receive("decode-0", hello("decode-0", "g2"), 1.0)
+    assert reaction.reply == Welcome(EPOCH)
+    assert reaction.departed is not None
+    assert reaction.departed.worker.generation == "g1"
+    assert live(cluster) == [("decode-0", "g2"), ("prefill-0", "g1")]
+
+
+def test_a_replaced_generation_never_comes_back():
+    cluster = make("decode-0")
+    cluster.receive("decode-0", hello("decode-0", "g2"), 1.0)
+    assert cluster.receive("decode-0", beat("g1"), 1.1).reply == Reintroduce(EPOCH)
+    reply = cluster.receive("decode-0", hello("decode-0", "g1"), 1.2).reply
+    assert isinstance(reply, Refused)
+    assert "choose another id" in reply.reason
+    assert live(cluster) == [("decode-0", "g2")]
+
+
+def test_a_lone_worker_may_come_back_with_another_model():
+    cluster = make("decode-0")
+    other = hello("decode-0", "g2", fingerprint=changed(FINGERPRINT, weights="w1"))
+    assert cluster.receive("decode-0", other, 1.0).reply == Welcome(EPOCH)
+
+
+def test_a_hello_said_again_before_the_welcome_came_through_changes_nothing():
+    cluster = make()
+    cluster.receive("decode-0", hello("decode-0"), 1.0)
+    reaction = cluster.receive("decode-0", hello("decode-0"), 1.5)
+    assert (reaction.reply, reaction.departed, reaction.joined) == (Welcome(EPOCH), None, None)
+
+
+def test_a_hello_after_a_heartbeat_means_that_the_worker_dropped_our_requests():
+    cluster = make("decode-0")
+    reaction = cluster.receive("decode-0", hello("decode-0"), 1.5)
+    assert reaction.reply == Welcome(EPOCH)
+    assert reaction.departed is not None
+    assert live(cluster) == [("decode-0", "g1")]
+
+
+@pytest.mark.parametrize("message", [beat(), StepOutput("g1", ()), Goodbye("g1", "bye")])
+def test_strangers_are_asked_to_introduce_themselves(message):
+    reaction = make().receive("decode-0", message, 1.0)
+    assert reaction.reply == Reintroduce(EPOCH)
+    assert reaction.worker is None
+
+
+def test_outputs_of_another_generation_are_not_taken():
+    cluster = make("decode-0")
+    output = RequestOutput("r", 0, 0, (1,))
+    assert cluster.receive("decode-0", StepOutput("g0", (output,)), 1.0).outputs == ()
+    assert cluster.receive("decode-0", StepOutput("g1", (output,)), 1.0).outputs == (output,)
+
+
+def test_goodbye_ends_it_at_once_and_for_good():
+    cluster = make("decode-0")
+    reaction = cluster.receive("decode-0", Goodbye("g1", "SIGTERM"), 1.0)
+    assert reaction.departed is not None
+    assert reaction.departed.reason == "left: SIGTERM"
+    assert live(cluster) == []
+    assert cluster.receive("decode-0", beat(), 1.1).reply is None  # it drains; don't call it back
+    assert isinstance(cluster.receive("decode-0", hello("decode-0"), 1.2).reply, Refused)
+    assert cluster.receive("decode-0", hello("decode-0", "g2"), 1.3).reply == Welcome(EPOCH)
+
+
+def test_the_memory_of_past_generations_is_bounded():
+    cluster = make("decode-0")
+    for number in range(2, Cluster.MAX_RETIRED + 10):
+        cluster.receive("decode-0", hello("decode-0", f"g{number}"), 1.0)
+    assert len(cluster._retired) == Cluster.MAX_RETIRED
+    assert ("decode-0", "g1") not in cluster._retired
+
+
+def test_a_malformed_message_costs_its_sender_its_place_and_nobody_else_anything():
+    cluster = make(*BOTH)
+    reaction = cluster.receive("decode-0", MessageError("bad"), 1.0)
+    assert isinstance(reaction.reply, Refused)
+    assert reaction.departed is not None
+    assert reaction.departed.worker.worker_id == "decode-0"
+    assert isinstance(cluster.receive("nobody", MessageError("bad"), 1.0).reply, Refused)
+    assert cluster.num_malformed == 2
+    assert live(cluster) == [("prefill-0", "g1")]
+
+
+# --- time --------------------------------------------------------------------------------------------
+
+
+def ticks(cluster: Cluster, start: float, stop: float, step: float = 0.25):
+    """Ticks every `step` seconds in (start, stop]; returns (time, departed ids) of those that lost somebody."""
+    losses = []
+    now = start
+    while now < stop:
+        now += step
+        departed = cluster.tick(now).departed
+        if departed:
+            losses.append((now, [departure.worker.worker_id for departure in departed]))
+    return losses
+
+
+def test_a_silent_worker_is_given_up_within_3_s_and_one_that_beats_is_not():
+    cluster = make(*BOTH)
+    cluster.tick(0.0)
+    lost = []
+    for half_seconds in range(1, 9):
+        cluster.receive("prefill-0", beat(), half_seconds / 2)
+        lost += ticks(cluster, half_seconds / 2 - 0.25, half_seconds / 2)
+    assert lost == [(2.0, ["decode-0"])]
+    assert live(cluster) == [("prefill-0", "g1")]
+
+
+def test_step_outputs_are_a_sign_of_life():
+    cluster = make("decode-0")
+    cluster.tick(0.0)
+    assert ticks(cluster, 0.0, 1.75) == []
+    cluster.receive("decode-0", StepOutput("g1", ()), 1.75)
+    assert ticks(cluster, 1.75, 3.5) == []
+    assert ticks(cluster, 3.5, 4.0) == [(3.75, ["decode-0"])]
+
+
+def test_a_pause_of_the_gateway_itself_is_not_held_against_the_workers():
+    cluster = make(*BOTH)
+    cluster.tick(0.0)
+    assert cluster.tick(30.0).departed == ()
+    assert ticks(cluster, 30.0, 31.75) == []
+    assert [ids for _, ids in ticks(cluster, 31.75, 33.0)] == [["decode-0", "prefill-0"]]
+
+
+def test_beats_are_due_to_all_every_interval():
+    cluster = make(*BOTH, dead_after_s=100)
+    due = [cluster.tick(quarter / 4).beat_to for quarter in range(5)]
+    everyone = ("decode-0", "prefill-0")
+    assert due == [everyone, (), everyone, (), everyone]
+
+
+def stall(cluster: Cluster, seconds: float, running: int, progress_step: int) -> list[str]:
+    """Both workers beat for so long; decode with that load and progress. Returns the ids reported as stalled."""
+    reported = []
+    for now in range(1, int(seconds) + 1):
+        cluster.receive("decode-0", beat(progress=1 + now * progress_step, running=running), float(now))
+        cluster.receive("prefill-0", beat(progress=now), float(now))
+        reported += [worker.worker_id for worker in cluster.tick(float(now)).stalled]
+    return reported
+
+
+def test_a_busy_worker_without_progress_gets_nothing_and_health_says_so():
+    cluster = make(*BOTH, stalled_after_s=60)
+    reported = stall(cluster, 61, running=1, progress_step=0)
+    assert reported == ["decode-0"]
+    assert cluster.capable(Role.DECODE, 61.0) == ()
+    status = cluster.status(61.0)
+    assert not status.ready
+    assert status.reasons == ("decode worker decode-0 has stalled for 61 s",)
+    assert status.max_model_len is None
+
+
+@pytest.mark.parametrize(("running", "progress_step"), [(1, 1), (0, 0)])
+def test_progress_or_nothing_to_do_is_no_stall(running, progress_step):
+    cluster = make(*BOTH)
+    assert stall(cluster, 200, running, progress_step) == []
+    assert cluster.status(200.0).ready
+
+
+def test_a_stalled_worker_recovers_with_its_first_step():
+    cluster = make(*BOTH)
+    stall(cluster, 70, running=1, progress_step=0)
+    assert not cluster.status(70.0).ready
+    cluster.receive("decode-0", beat(progress=2, running=1), 70.5)
+    assert cluster.status(70.5).ready
+    assert not cluster.workers[0].is_stalled
+
+
+# --- status ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("worker_ids", "reasons"),
+    [
+        ((), ("no prefill worker", "no decode worker")),
+        (("prefill-0",), ("no decode worker",)),
+        (("decode-0",), ("no prefill worker",)),
+        (BOTH, ()),
+    ],
+)
+def test_status_says_what_is_missing(worker_ids, reasons):
+    status = make(*worker_ids).status(0.0)
+    assert status.reasons == reasons
+    assert status.ready is (not reasons)
+    assert status.max_model_len == (None if reasons else 1000)
+
+
+def test_the_last_load_of_each_worker_can_be_read():
+    cluster = make(*BOTH)
+    cluster.receive("decode-0", beat(running=3, waiting=2, usage=0.5), 1.0)
+    assert [worker.load.num_running for worker in cluster.workers] == [3, 0]
+    assert cluster.workers[0].load.kv_usage == 0.5
+
+
+@pytest.mark.parametrize("name", ["dead_after_s", "stalled_after_s", "beat_interval_s", "max_workers"])
+def test_settings_are_checked(name):
+    with pytest.raises(SettingsError, match=name):
+        ClusterSettings(**{name: 0})
