@@ -37,7 +37,7 @@ clean:  ## Remove .venv and all caches of the tools; the model stays in the user
 # environment is made anew; the marker is written last.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-		echo "kvsplice needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
+		echo "kvsplice needs Python 3.11 or newer, and $(PYTHON) is not. Try: make PYTHON=python3.12" >&2; exit 1; }
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[gateway,worker,convert,dev]'

@@ -16,7 +16,7 @@ from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Role
 from kvtransfer.receiver import KvReceiver, ReceiverLimits
 from kvtransfer.settings import parse
-from kvtransfer.worker import Worker, WorkerEvent
+from kvtransfer.worker import Worker, WorkerEvent, exit_on_signals, stop_on_signals
 from launcher.default_model import resolve_model
 
 PROG = "kvsplice decode"
@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a decode worker until it is told to stop; returns the exit code."""
     config = parse(DecodeConfig, sys.argv[1:] if argv is None else argv, os.environ, PROG, DESCRIPTION)
     configure_logging(config.log_level)
+    exit_on_signals()
     with failures_in_one_line(PROG):
         listener = KvListener(config.kv_host, config.kv_port)
         engine = assemble(config, resolve_model(config.model), config.max_num_seqs)
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(config: DecodeConfig, engine: Engine, listener: KvListener) -> Worker:
-    """The worker around an engine, not started yet."""
+    """The worker around an engine, not started yet; signals go to its loop from here on."""
     inbox: Mailbox[WorkerEvent] = Mailbox()
     kv_endpoint = tcp_endpoint(config.kv_dial_host, endpoint_port(listener.endpoint))
     hello = introduce(config, Role.DECODE, engine, kv_endpoint)
@@ -51,6 +52,7 @@ def build(config: DecodeConfig, engine: Engine, listener: KvListener) -> Worker:
     links = GatewayLinks(
         hello, config.gateway, LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s), inbox
     )
+    stop_on_signals(inbox)
     return Worker(DecodeRole(engine, scheduler, receiver), links, inbox, config.shutdown_timeout_s)
 
 

@@ -22,7 +22,7 @@ from engine.request import Outgoing, Request, RequestKey, RequestState, Schedule
 from engine.request_book import RequestBook
 from engine.stopping import finish_reason
 from kvtransfer.incoming import PeerId, ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestOutput
+from kvtransfer.messages import MAX_TEXT_CHARS, EndReason, LifetimeEvent, RequestEnd, RequestOutput
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,8 @@ class DecodeScheduler(RequestBook[DecodeJob]):
     def expire(self, now: float) -> None:
         """Ends requests that have waited for room longer than the lease."""
         for request in list(self._waiting):
+            if request.state is not RequestState.WAITING:
+                continue  # an earlier one's end has just made room for it
             if now - request.events[LifetimeEvent.RECEIVED] > self._limits.lease:
                 self._end(request, EndReason.OVERLOADED, now, f"no room in the KV pool for {self._limits.lease:g} s")
 
@@ -167,7 +169,7 @@ class DecodeScheduler(RequestBook[DecodeJob]):
     def _end(self, request: DecodeJob, reason: EndReason, now: float, message: str = "") -> None:
         request.record(LifetimeEvent.ENDED, now)
         request.end_reason = reason
-        self._say(request, RequestEnd(reason, message))
+        self._say(request, RequestEnd(reason, message[:MAX_TEXT_CHARS]))
         if request.state is RequestState.RECEIVING:
             request.move(RequestState.CLOSING)
             self._commands.append(CloseReception(request.key, message or reason.value))

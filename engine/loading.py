@@ -161,7 +161,7 @@ def _cpu_budget(settings: PoolSettings) -> int:
 
 
 def _gpu_budget(loaded: LoadedModel, settings: PoolSettings, sample: Sample) -> int:
-    """Bytes left of this worker's share after the weights, what else is on the device, and a step at full load."""
+    """Measures a step at full load, then asks what is left for KV."""
     torch.cuda.reset_peak_memory_stats(loaded.device)
     profile_step(loaded, settings, sample)
     torch.cuda.synchronize(loaded.device)
@@ -169,7 +169,18 @@ def _gpu_budget(loaded: LoadedModel, settings: PoolSettings, sample: Sample) -> 
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(loaded.device)
     outside_torch = total - free - torch.cuda.memory_reserved(loaded.device)
-    return int(total * settings.gpu_memory_utilization) - outside_torch - peak
+    return gpu_kv_budget(total, settings.gpu_memory_utilization, peak=peak, outside_torch=outside_torch)
+
+
+def gpu_kv_budget(total: int, utilization: float, *, peak: int, outside_torch: int) -> int:
+    """Bytes for KV on a GPU of `total` bytes, negative if there are none.
+
+        |<--------------- total * utilization ---------------->|
+        | outside_torch | peak: weights and activations |  KV  |  left alone
+
+    `outside_torch`: what CUDA itself and other processes hold.
+    """
+    return int(total * utilization) - outside_torch - peak
 
 
 def profile_step(loaded: LoadedModel, settings: PoolSettings, sample: Sample) -> None:

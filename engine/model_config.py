@@ -127,7 +127,8 @@ def load_model_config(model_path: Path) -> ModelConfig:
     try:
         source = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
     except Exception as error:  # whatever a validator of transformers raises, the cause is the file
-        raise ModelError(f"{model_path / 'config.json'} is not a valid config: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{model_path / 'config.json'} is not a valid config: {reason}") from error
     return _ConfigReader(architecture, source).read()
 
 

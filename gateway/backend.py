@@ -7,7 +7,7 @@ BackendError            an error that has a client-safe text and an HTTP status
 └── RequestFailedError      500-class after the start: a worker died or failed on the way
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,7 +74,7 @@ class Backend(Protocol):
         """The cluster as it is now."""
         ...
 
-    def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> AsyncIterator[TokenDelta]:
+    def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
         """Dispatches at the first `__anext__` and yields tokens as they come. Closing the iterator (`aclose`) before
         its end cancels the request on all workers. Raises BackendError subclasses."""
         ...

@@ -10,8 +10,11 @@ ApiError                    has an HTTP status, OpenAI's error type, and possibl
 ├── BodyTimeoutError            408
 ├── BodyTooLargeError           413
 ├── MediaTypeError              415
+├── ClientGoneError             499: the client left while its request was read; nobody sees this one
 ├── TooManyRequestsError        429
+├── TooManyConnectionsError     503
 ├── SlowReaderError             429: the client reads its stream slower than tokens come
+├── InternalError               500: a bug of ours; says nothing else
 ├── TextTimeoutError            503: rendering or tokenising took too long
 └── DeadlineError               504: the whole request took too long
 
@@ -98,10 +101,23 @@ class MediaTypeError(ApiError):
     status = 415
 
 
+class ClientGoneError(ApiError):
+    """The connection closed before the body was complete."""
+
+    status = 499
+
+
 class TooManyRequestsError(ApiError):
     """More requests at once than this server takes."""
 
     status = 429
+    kind = "overloaded_error"
+
+
+class TooManyConnectionsError(ApiError):
+    """More connections at once than this server takes."""
+
+    status = 503
     kind = "overloaded_error"
 
 
@@ -110,6 +126,16 @@ class SlowReaderError(ApiError):
 
     status = 429
     kind = "overloaded_error"
+
+
+class InternalError(ApiError):
+    """Stands for an exception that nobody expected."""
+
+    status = 500
+    kind = "server_error"
+
+    def __init__(self) -> None:
+        super().__init__("internal error")
 
 
 class TextTimeoutError(ApiError):
@@ -134,14 +160,8 @@ def excerpt(value: str) -> str:
 
 def error_body(error: ApiError | BackendError) -> dict[str, Any]:
     """OpenAI's error object."""
-    if isinstance(error, ApiError):
-        return _body(str(error), error.kind, error.param, error.code)
-    return _body(str(error), error.kind, None, None)
-
-
-def internal_error_body() -> dict[str, Any]:
-    """What a client sees of a bug of ours: nothing but that it is one."""
-    return _body("internal error", "server_error", None, None)
+    param, code = (error.param, error.code) if isinstance(error, ApiError) else (None, None)
+    return {"error": {"message": str(error)[:MAX_MESSAGE], "type": error.kind, "param": param, "code": code}}
 
 
 def error_headers(error: ApiError | BackendError) -> Mapping[str, str]:
@@ -151,7 +171,3 @@ def error_headers(error: ApiError | BackendError) -> Mapping[str, str]:
     if error.status == 401:
         return {"www-authenticate": "Bearer"}
     return {}
-
-
-def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    return {"error": {"message": message[:MAX_MESSAGE], "type": kind, "param": param, "code": code}}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from kvtransfer.messages import PROTOCOL_VERSION, Fingerprint, Hello, KvLayout, Part, Role
 
 _MAX_VALUE_CHARS = 80
-_MAX_REASON_CHARS = 2000  # below the bound of `Text`, so that the refusal itself decodes
+"""Of a value that is shown; with all fields different a reason stays within the bound of `Text`."""
 
 _OWN_CHOICES = frozenset({"block_size"})
 """Layout fields that peers need not share: the wire never speaks of blocks."""
@@ -40,7 +40,7 @@ def peer_fault(hello: Hello, peer: Hello) -> str | None:
     ]
     if not differences:
         return None
-    return f"differs from {peer.worker_id}: {'; '.join(differences)}"[:_MAX_REASON_CHARS]
+    return f"differs from {peer.worker_id}: {'; '.join(differences)}"
 
 
 def _differences(mine: Fingerprint | KvLayout, other: Part, prefix: str) -> Iterator[str]:

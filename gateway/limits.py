@@ -11,10 +11,10 @@ import asyncio
 import hmac
 import re
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
+from gateway.asgi import AsgiApp, Message, Receive, Scope, Send, send_error
 from gateway.errors import (
     ApiError,
     AuthenticationError,
@@ -22,14 +22,7 @@ from gateway.errors import (
     BodyTooLargeError,
     TooManyRequestsError,
 )
-from gateway.replies import send_error
 from kvtransfer.errors import SettingsError
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS: Final = frozenset({"/health", "/metrics"})
 """Open without a key and never turned away: load balancers and scrapers need them, and they tell nothing of clients."""
@@ -141,7 +134,9 @@ class Admission:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             return await self._app(scope, receive, send)
         if self.num_admitted >= self._limit:
-            error = TooManyRequestsError(f"{self._limit} requests are being served, which is the limit; try again later")
+            error = TooManyRequestsError(
+                f"{self._limit} requests are in work, which is the limit; try again later"
+            )
             return await send_error(send, error)
         self.num_admitted += 1
         try:

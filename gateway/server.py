@@ -13,13 +13,15 @@ itself as soon as it is installed.
 """
 
 import asyncio
+from http import HTTPStatus
 from typing import Any, Final
 
+import h11
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gateway.errors import RETRY_AFTER_S, TooManyRequestsError, error_body
+from gateway.errors import ApiError, TooManyConnectionsError, error_body, error_headers
 from gateway.limits import HttpSettings
 
 MAX_HEAD_BYTES: Final = 64 << 10
@@ -50,12 +52,15 @@ class ServerConfig(uvicorn.Config):
 
 
 def make_server(app: Any, settings: HttpSettings, *, host: str, port: int) -> uvicorn.Server:
-    """A server for `await server.serve()`; port 0 takes any free one. `server.should_exit = True` drains and stops it."""
+    """A server for `await server.serve()`; port 0 takes any free one. Setting its `should_exit` drains and stops it."""
     return uvicorn.Server(ServerConfig(app, settings, host=host, port=port))
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection, closed when the client makes us wait too long for a head or for room to write."""
+    """One connection, cut when the client makes us wait too long for a head or for room to write."""
+
+    # h11 looks at the size of a head only while it is incomplete, so it must not get a large one at once.
+    SLICE_BYTES = 16 << 10
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -66,8 +71,11 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Any byte that the kernel does not take counts as paused: a client that stops reading is noticed whatever the
+        # size of the answer, and no more than one message waits in our memory.
+        transport.set_write_buffer_limits(high=0)
         if len(self.connections) > self._settings.max_connections:
-            transport.write(_turned_away())
+            transport.write(_whole_answer(TooManyConnectionsError("this server has as many connections as it takes")))
             transport.close()
         else:
             self._start_head_timer()
@@ -78,7 +86,10 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        for start in range(0, len(data), self.SLICE_BYTES):
+            if self.transport.is_closing():
+                return
+            super().data_received(data[start : start + self.SLICE_BYTES])
         self._follow_head()
 
     def on_response_complete(self) -> None:
@@ -86,10 +97,16 @@ class BoundedProtocol(H11Protocol):
         if self._has_request():
             self._stop_head_timer()
 
+    def send_400_response(self, msg: str) -> None:
+        """For what is not HTTP. An answer that is under way already can only be cut."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            error = ApiError("this is not a valid HTTP request, or its head is too large")
+            self.transport.write(_whole_answer(error))
+        self.transport.close()
+
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stop_write_timer()
-        self._write_timer = self.loop.call_later(self._settings.write_timeout_s, self.transport.abort)
+        self._start_write_timer()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -99,23 +116,30 @@ class BoundedProtocol(H11Protocol):
         """The first byte of a head starts the timer, its last one stops it; those between change nothing."""
         if self._has_request():
             self._stop_head_timer()
-        elif self._head_timer is None:
+        elif self._head_timer is None and not self.transport.is_closing():
             self._start_head_timer()
 
     def _has_request(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _start_head_timer(self) -> None:
-        self._head_timer = self.loop.call_later(self._settings.head_timeout_s, self._close_for_head)
-
-    def _close_for_head(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.abort()
+        self._head_timer = self.loop.call_later(self._settings.head_timeout_s, self.transport.abort)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _start_write_timer(self) -> None:
+        num_bytes = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self._settings.write_timeout_s, self._check_writing, num_bytes)
+
+    def _check_writing(self, num_bytes_before: int) -> None:
+        """Slow is fine, standing still is not."""
+        if self.transport.get_write_buffer_size() < num_bytes_before:
+            self._start_write_timer()
+        else:
+            self.transport.abort()
 
     def _stop_write_timer(self) -> None:
         if self._write_timer is not None:
@@ -123,15 +147,11 @@ class BoundedProtocol(H11Protocol):
             self._write_timer = None
 
 
-def _turned_away() -> bytes:
-    """A complete answer for a connection that is one too many."""
-    error = TooManyRequestsError("this server has as many connections as it takes; try again later")
+def _whole_answer(error: ApiError) -> bytes:
+    """An error for a connection that has no request in the eyes of ASGI, and is closed behind it."""
     body = msgspec.json.encode(error_body(error))
-    head = (
-        "HTTP/1.1 503 Service Unavailable\r\n"
-        "content-type: application/json\r\n"
-        f"content-length: {len(body)}\r\n"
-        f"retry-after: {RETRY_AFTER_S}\r\n"
-        "connection: close\r\n\r\n"
-    )
-    return head.encode("ascii") + body
+    fields = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    headers = {**fields, **error_headers(error)}
+    status_line = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"
+    lines = [status_line, *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+    return "\r\n".join(lines).encode("ascii") + body

@@ -15,7 +15,7 @@ class Worker:
 
     hello: Hello
     heard_at: float
-    progress_at: float  # when `progress` last moved or the worker last had nothing to do
+    progress_at: float  # when `progress` last moved, or the worker last said that it has nothing to do
     progress: int = 0
     load: Load = field(default_factory=_nothing_to_do)
     is_confirmed: bool = False  # it has said something behind its Hello, so it has our Welcome
@@ -62,5 +62,5 @@ class Worker:
         )
 
     def has_stalled(self, stalled_after_s: float, now: float) -> bool:
-        """Whether it has had work for so long without a step; `progress_at` moves whenever it has none."""
-        return now - self.progress_at >= stalled_after_s and self.load.num_running + self.load.num_waiting > 0
+        """Whether it has had work for so long without a step."""
+        return now - self.progress_at >= stalled_after_s

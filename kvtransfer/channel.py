@@ -8,6 +8,7 @@ decoded. libzmq's own heartbeats notice a dead peer or a cut link; they say noth
 the protocol has beats of its own.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,8 +101,6 @@ class ControlServer:
         configure(self._socket, hwm=CONTROL_HWM, max_frame=MAX_CONTROL_BYTES)
         configure_router(self._socket)
         self.endpoint = bind(self._socket, host, port)
-        # Sends are tried once and never awaited: a shadow of the same socket without the asyncio face.
-        self._sender: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
 
     async def receive(self) -> tuple[str, WorkerToGateway | MessageError]:
         """The next message and the name its sender connected with, or what was wrong with the bytes."""
@@ -110,12 +109,14 @@ class ControlServer:
         return name, decode_from_worker.or_error([frame.buffer for frame in frames[1:]])
 
     def send(self, worker_id: str, message: GatewayToWorker) -> bool:
-        """Queues a message; False if the worker is not connected or its queue is full."""
-        try:
-            self._sender.send_multipart([worker_id.encode(), encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
+        """Queues a message; False if the worker is not connected or its queue is full. Needs a running event loop.
+
+        Tried once, never awaited: with NOBLOCK the future is done at once. It has to be the asyncio face that sends:
+        a plain send on the same socket may swallow the wake-up of a `receive` that is waiting.
+        """
+        frames = [worker_id.encode(), encode(message)]
+        sent = asyncio.ensure_future(self._socket.send_multipart(frames, zmq.NOBLOCK))
+        return sent.exception() is None
 
     def close(self) -> None:
         self._socket.close()
@@ -177,9 +178,10 @@ class KvDialer(_Polled):
         super().__init__()
         self._name = name
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._full: set[str] = set()  # peers whose queue was full
 
     def dial(self, peer: str, endpoint: str) -> None:
-        """Opens a link to `peer`; libzmq connects and reconnects behind it."""
+        """Opens a link to `peer`; libzmq connects and reconnects behind it. Raises SettingsError for a bad endpoint."""
         assert peer not in self._sockets, peer
         socket = _dealer(self._context, self._name, endpoint, hwm=KV_HWM, max_frame=MAX_BODY_BYTES, queue_offline=True)
         self._poller.register(socket, zmq.POLLIN)
@@ -188,6 +190,7 @@ class KvDialer(_Polled):
     def hang_up(self, peer: str) -> None:
         """Closes the link to `peer`."""
         socket = self._sockets.pop(peer)
+        self._full.discard(peer)
         self._poller.unregister(socket)
         socket.close(linger=0)
 
@@ -204,7 +207,23 @@ class KvDialer(_Polled):
         frames: list[bytes | memoryview] = [encode(message)]
         if body is not None:
             frames += [body.k, body.v]
-        return _send_now(self._sockets[peer], frames)
+        return _send_now(self._sockets[peer], frames) or self._note_full(peer)
+
+    def has_room(self, peer: str) -> bool:
+        """Whether a send to `peer` would be taken now."""
+        return bool(self._sockets[peer].poll(0, zmq.POLLOUT)) or self._note_full(peer)
+
+    def poll(self, timeout: float) -> None:
+        """Waits as above, and also for room at each peer whose queue was full since the last call."""
+        super().poll(timeout)
+        for peer in self._full:
+            self._poller.modify(self._sockets[peer], zmq.POLLIN)
+        self._full.clear()
+
+    def _note_full(self, peer: str) -> bool:
+        self._full.add(peer)
+        self._poller.modify(self._sockets[peer], zmq.POLLIN | zmq.POLLOUT)
+        return False
 
     def close(self) -> None:
         for peer in list(self._sockets):
@@ -260,6 +279,7 @@ def _dealer(
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
+        socket.close()  # an open socket would keep the context from ending
         raise SettingsError(f"cannot connect to {endpoint!r}: {error.strerror}; expected tcp://HOST:PORT") from error
     return socket
 

@@ -83,10 +83,6 @@ class IncomingTransfer:
     def has_all_kv(self) -> bool:
         return all(token == self.num_tokens for token in self._next)
 
-    @property
-    def is_complete(self) -> bool:
-        return self.first_token_id is not None and self.has_all_kv
-
 
 @dataclass(frozen=True)
 class ParkedOffer:
@@ -103,7 +99,7 @@ class IncomingBook:
 
     def __init__(self) -> None:
         self._transfers: dict[TransferKey, IncomingTransfer] = {}
-        self._parked: OrderedDict[TransferKey, ParkedOffer] = OrderedDict()
+        self._parked: OrderedDict[tuple[TransferKey, PeerId], ParkedOffer] = OrderedDict()
         self._ended: OrderedDict[TransferKey, ReceptionOutcome] = OrderedDict()
 
     def __len__(self) -> int:
@@ -116,8 +112,7 @@ class IncomingBook:
         """Adds a reservation; returns the offer that has come for it already, if any."""
         assert transfer.key not in self._transfers, transfer.key
         self._transfers[transfer.key] = transfer
-        offer = self._parked.pop(transfer.key, None)
-        return offer if offer is not None and offer.peer == transfer.peer else None
+        return self._parked.pop((transfer.key, transfer.peer), None)
 
     def find(self, key: TransferKey, peer: PeerId) -> IncomingTransfer | None:
         """The open reception `key` if it is `peer`'s to fill."""
@@ -129,15 +124,13 @@ class IncomingBook:
 
     def park(self, key: TransferKey, offer: ParkedOffer) -> ParkedOffer | None:
         """Keeps an offer until its reservation comes; returns the oldest one if there are too many."""
-        self._parked[key] = offer
-        self._parked.move_to_end(key)
+        self._parked[key, offer.peer] = offer
+        self._parked.move_to_end((key, offer.peer))
         return self._parked.popitem(last=False)[1] if len(self._parked) > MAX_PARKED_OFFERS else None
 
     def unpark(self, key: TransferKey, peer: PeerId) -> None:
         """Forgets the offer of `key` if it is `peer`'s."""
-        offer = self._parked.get(key)
-        if offer is not None and offer.peer == peer:
-            del self._parked[key]
+        self._parked.pop((key, peer), None)
 
     def ended(self, key: TransferKey) -> ReceptionOutcome | None:
         """How `key` ended, if it did so lately."""
@@ -154,6 +147,6 @@ class IncomingBook:
 
     def silent_since(self, moment: float) -> list[IncomingTransfer]:
         """Receptions whose peer has not been heard of since `moment`; stale parked offers are forgotten."""
-        for key in [key for key, offer in self._parked.items() if offer.seen_at < moment]:
-            del self._parked[key]
+        for name in [name for name, offer in self._parked.items() if offer.seen_at < moment]:
+            del self._parked[name]
         return [transfer for transfer in self._transfers.values() if transfer.last_sign < moment]

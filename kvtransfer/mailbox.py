@@ -19,6 +19,8 @@ class Mailbox(Generic[Item]):
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         os.set_blocking(self._write_end, False)
+        self._poll = select.poll()  # unlike select, takes file descriptors above 1023
+        self._poll.register(self._read_end, select.POLLIN)
 
     def fileno(self) -> int:
         return self._read_end
@@ -44,7 +46,7 @@ class Mailbox(Generic[Item]):
     def wait(self, timeout: float) -> list[Item]:
         """Like `drain`, after waiting up to `timeout` seconds for a first item."""
         if timeout > 0:
-            select.select([self._read_end], [], [], timeout)
+            self._poll.poll(timeout * 1000)
         return self.drain()
 
     def close(self) -> None:

@@ -29,9 +29,15 @@ MAX_BODY_BYTES = 1 << 20
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_TEXT_CHARS = 2048
+MAX_ERROR_CHARS = 256
+"""Upper bound of what a `MessageError` says: it may quote the sender, and it goes into a log."""
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
-Text = Annotated[str, msgspec.Meta(max_length=2048)]
+NAME_PATTERN = r"^[A-Za-z0-9_.:-]{1,128}\Z"
+"""A name is also a ZeroMQ routing id (at most 255 bytes) and goes into logs, so: ASCII, no spaces, no line ends."""
+
+Name = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
 Endpoint = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53))]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=(1 << 53))]
@@ -413,7 +419,7 @@ class Decoder(Generic[_Incoming]):
         try:
             return self._decoder.decode(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise MessageError(f"malformed message: {error}") from error
+            raise MessageError(f"malformed message: {str(error)[:MAX_ERROR_CHARS]!r}") from error
 
     def or_error(self, frames: Sequence[bytes | memoryview]) -> _Incoming | MessageError:
         """The message in `frames`, which must be one frame, or what is wrong with it."""

@@ -55,6 +55,7 @@ class OutgoingTransfer:
     num_layers: int
     piece_bytes_per_token: int  # K and V together, one layer
     max_piece_tokens: int
+    offered: bool = False
     first_token: int | None = None  # None: not granted
     window_bytes: int = 0
     sent_bytes: int = 0

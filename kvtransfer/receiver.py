@@ -21,6 +21,7 @@ from kvtransfer.incoming import IncomingBook, IncomingTransfer, ParkedOffer, Pee
 from kvtransfer.layout import check_header, describe_mismatch, our_identity
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import (
+    MAX_TEXT_CHARS,
     DecodeToPrefill,
     Fingerprint,
     KvAbort,
@@ -97,7 +98,7 @@ class KvReceiver:
     sink: KvSink
     limits: ReceiverLimits
     events: Mailbox[Any]
-    num_dropped: int = 0  # frames of attempts that are over
+    num_dropped: int = 0  # messages of attempts that are over, and of peers that did not introduce themselves
     _commands: Mailbox[_Command] = field(default_factory=Mailbox)
     _stopping: bool = False
 
@@ -168,7 +169,7 @@ class KvReceiver:
             self._accept(transfer, offer.link, offer.num_tokens)
 
     def _accept(self, transfer: IncomingTransfer, link: bytes, num_tokens: int) -> None:
-        """Grants an offered transfer; a repeated offer is granted again, in case the first grant was lost."""
+        """Grants an offered transfer; a repeated offer is answered again, in case a grant or a credit was lost."""
         if num_tokens != transfer.num_tokens:
             reason = f"{num_tokens} tokens offered, {transfer.num_tokens} expected"
             self._send(link, KvRevoke(*transfer.key, reason=reason))
@@ -176,6 +177,8 @@ class KvReceiver:
             return
         transfer.link = link
         self._send(link, KvGrant(*transfer.key, transfer.first_token, self.limits.window_bytes))
+        if transfer.spliced_bytes:
+            self._credit(transfer)
 
     def _on_message(
         self, link: bytes, message: PrefillToDecode | MessageError, body: KvBody | None, now: float
@@ -201,22 +204,36 @@ class KvReceiver:
             self._on_offer(link, peer, message, now)
         elif (transfer := self._book.find(key, peer)) is None:
             self._on_stray(key, peer)
+        elif transfer.link != link and not isinstance(message, KvAbort):
+            raise ProtocolError("KV that was not offered on this link")
         else:
             transfer.last_sign = now
             self._on_transfer_message(transfer, message, body)
 
     def _on_hello(self, link: bytes, hello: KvHello) -> None:
+        peer = (hello.worker_id, hello.generation)
         ours = our_identity(*self.identity)
         mismatch = describe_mismatch(ours, (hello.protocol, hello.fingerprint, hello.layout))
-        if mismatch is None and len(self._peers) >= MAX_PEERS:
-            mismatch = f"{MAX_PEERS} prefill workers are connected already"
+        if mismatch is None:
+            self._forget_former_links(peer)
+            if len(self._peers) >= MAX_PEERS:
+                mismatch = f"{MAX_PEERS} prefill workers are connected already"
         if mismatch is not None:
             logger.error("prefill worker %s refused: %s", hello.worker_id, mismatch)
-            self._send(link, Refused(mismatch))
+            self._send(link, Refused(mismatch[:MAX_TEXT_CHARS]))
             return
-        self._peers[link] = (hello.worker_id, hello.generation)
+        self._peers[link] = peer
         logger.info("prefill worker %s is connected", hello.worker_id)
         self._send(link, KvWelcome(self.generation))
+
+    def _forget_former_links(self, peer: PeerId) -> None:
+        """A worker dials anew after a restart or on a new link: what it had offered before will never come."""
+        worker_id, _ = peer
+        for link in [link for link, (known_id, _) in self._peers.items() if known_id == worker_id]:
+            del self._peers[link]
+        for transfer in self._book:
+            if transfer.peer[0] == worker_id and (transfer.peer != peer or transfer.link is not None):
+                self._end(transfer.key, ReceptionOutcome.FAILED, "the prefill worker was restarted or dialled anew")
 
     def _on_offer(self, link: bytes, peer: PeerId, offer: KvOffer, now: float) -> None:
         key = (offer.request_id, offer.attempt)
@@ -244,9 +261,11 @@ class KvReceiver:
                 assert body is not None
                 self._on_frame(transfer, message, body)
             case KvFirstToken():
-                transfer.first_token_id = message.token_id
-                if not transfer.is_complete:
+                if message.token_id >= self.identity[0].vocab_size:
+                    raise ProtocolError(f"first token {message.token_id} of {self.identity[0].vocab_size}")
+                if not transfer.has_all_kv:
                     raise ProtocolError("the first token came before the last KV frame")
+                transfer.first_token_id = message.token_id
                 self._arrived(transfer)
             case KvAbort():
                 self._end(transfer.key, ReceptionOutcome.ABORTED, message.reason)
@@ -281,12 +300,18 @@ class KvReceiver:
             self.events.put(ReceptionEnded(key, outcome, first_token_id, first_frame_at, reason))
 
     def _drop_peer(self, link: bytes, reason: str) -> None:
-        """A breach of protocol costs the sender its link, and the transfers on it; nobody else anything."""
+        """A breach of protocol costs the sender its link, and the transfers on it; nobody else anything.
+
+        What was on its way behind the breach, and strangers' noise, is counted and not logged: a log has a ceiling.
+        """
         peer = self._peers.pop(link, None)
-        logger.error("KV peer %s broke the protocol: %s", peer[0] if peer else "unknown", reason)
         self._send(link, Refused("the link broke the protocol"))
+        if peer is None:
+            self.num_dropped += 1
+            return
+        logger.error("KV peer %s broke the protocol: %s", peer[0], reason)
         for transfer in self._book:
-            if peer is not None and transfer.peer == peer:
+            if transfer.peer == peer:
                 self._end(transfer.key, ReceptionOutcome.FAILED, "the prefill worker broke the protocol")
 
     def _sweep(self, now: float) -> None:

@@ -7,7 +7,8 @@
 4. However a transfer ends, the engine gets exactly one TransferEnded, after the last read of the request's blocks: only
    then may it free them.
 
-Offers are repeated every `keepalive` seconds while a transfer is open; each renews the receiver's lease.
+Offers are repeated every `keepalive` seconds while a transfer is open; each renews the receiver's lease. A link that
+nothing was sent on for IDLE_KEEPALIVES of them is hung up, and a refusal at its handshake forgotten with it.
 """
 
 import logging
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvtransfer.channel import KvBody, KvDialer
-from kvtransfer.errors import MessageError, ProtocolError
+from kvtransfer.errors import MessageError, ProtocolError, SettingsError
 from kvtransfer.layout import max_frame_tokens, token_bytes
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import (
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 PIECES_A_TURN = 16
 """Pieces shipped before the sender looks at its sockets and its commands again."""
+IDLE_KEEPALIVES = 4
 
 
 class KvSource(Protocol):
@@ -89,6 +91,8 @@ _Command = _Open | _Ready | _FirstToken | _Abort | _Stop
 @dataclass
 class _Peer:
     target: DecodeTarget
+    used_at: float  # monotonic seconds
+    is_welcome: bool = False
     refusal: str | None = None
 
 
@@ -151,8 +155,8 @@ class KvSender:
                 self._apply(command)
             for peer, message in self._dialer.receive():
                 self._on_message(peer, message)
-            more = self._ship()
             self._keep_alive(time.monotonic())
+            more = self._ship()
         self._dialer.close()
 
     def _apply(self, command: _Command) -> None:
@@ -175,7 +179,7 @@ class KvSender:
 
     def _open(self, command: _Open) -> None:
         layout = self.hello.layout
-        peer = self._peer_for(command.target)
+        refusal = self._dial(command.target, time.monotonic())
         self._peer_of[command.key] = command.target.worker_id
         self._book.open(
             OutgoingTransfer(
@@ -186,22 +190,26 @@ class KvSender:
                 max_piece_tokens=max_frame_tokens(layout),
             )
         )
-        if peer.refusal is not None:
-            self._end(command.key, TransferOutcome.FAILED, peer.refusal)
-            return
-        self._offer(command.key, command.num_tokens)
+        if refusal is not None:
+            self._end(command.key, TransferOutcome.FAILED, refusal)
 
-    def _peer_for(self, target: DecodeTarget) -> _Peer:
-        """The link to `target`, dialled if there is none; a new generation replaces the old one's link."""
+    def _dial(self, target: DecodeTarget, now: float) -> str | None:
+        """Opens a link to `target` if there is none, and returns why it takes no KV, if so. A new generation replaces
+        the old one's link."""
         peer = self._peers.get(target.worker_id)
         if peer is not None and peer.target == target:
-            return peer
+            peer.used_at = peer.used_at if peer.refusal else now
+            return peer.refusal
         if peer is not None:
             self._drop_peer(target.worker_id, "the decode worker was restarted")
-        self._dialer.dial(target.worker_id, target.kv_endpoint)
+        try:
+            self._dialer.dial(target.worker_id, target.kv_endpoint)
+        except SettingsError as error:
+            logger.error("decode worker %s: %s", target.worker_id, error)
+            return "the decode worker's KV address cannot be dialled"
         self._dialer.send(target.worker_id, self.hello)
-        self._peers[target.worker_id] = _Peer(target)
-        return self._peers[target.worker_id]
+        self._peers[target.worker_id] = _Peer(target, now)
+        return None
 
     def _drop_peer(self, name: str, reason: str) -> None:
         self._fail_all(name, reason)
@@ -211,9 +219,6 @@ class KvSender:
     def _fail_all(self, name: str, reason: str) -> None:
         for key in [key for key, peer in self._peer_of.items() if peer == name]:
             self._end(key, TransferOutcome.FAILED, reason)
-
-    def _offer(self, key: TransferKey, num_tokens: int) -> None:
-        self._dialer.send(self._peer_of[key], KvOffer(*key, num_tokens=num_tokens))
 
     def _on_message(self, name: str, message: DecodeToPrefill | MessageError) -> None:
         if name not in self._peers:
@@ -230,10 +235,9 @@ class KvSender:
                 raise message
             case KvWelcome():
                 logger.info("KV link to %s is up", name)
+                self._peers[name].is_welcome = True
             case Refused(reason):
-                logger.error("decode worker %s refused our KV: %s", name, reason)
-                self._peers[name].refusal = reason
-                self._fail_all(name, reason)
+                self._on_refused(name, reason)
             case KvGrant(request_id, attempt, first_token, window_bytes):
                 if transfer := self._find(name, (request_id, attempt)):
                     transfer.grant(first_token, window_bytes)
@@ -246,6 +250,16 @@ class KvSender:
             case KvRevoke(request_id, attempt, reason):
                 if self._find(name, (request_id, attempt)):
                     self._end((request_id, attempt), TransferOutcome.REVOKED, reason)
+
+    def _on_refused(self, name: str, reason: str) -> None:
+        """At the handshake it holds for all that follows. Later on, the other side has lost track of this link (it was
+        cut, or its peer restarted): the next transfer dials anew."""
+        logger.error("decode worker %s refused our KV: %s", name, reason)
+        if self._peers[name].is_welcome:
+            self._drop_peer(name, reason)
+            return
+        self._peers[name].refusal = reason
+        self._fail_all(name, reason)
 
     def _find(self, name: str, key: TransferKey) -> OutgoingTransfer | None:
         """The transfer `key` if it is open and goes to `name`; late messages of ended ones find nothing."""
@@ -261,14 +275,15 @@ class KvSender:
         left = PIECES_A_TURN
         for transfer in self._book:
             peer = self._peer_of[transfer.key]
-            while left and (piece := transfer.next_piece()):
-                if not self._ship_piece(peer, transfer, piece):
-                    break
+            if not transfer.offered:
+                transfer.offered = self._dialer.send(peer, KvOffer(*transfer.key, num_tokens=transfer.num_tokens))
+            while left and self._dialer.has_room(peer) and (piece := transfer.next_piece()):
+                self._ship_piece(peer, transfer, piece)
                 left -= 1
             self._ship_first_token(peer, transfer)
         return left == 0
 
-    def _ship_piece(self, peer: str, transfer: OutgoingTransfer, piece: Piece) -> bool:
+    def _ship_piece(self, peer: str, transfer: OutgoingTransfer, piece: Piece) -> None:
         layout = self.hello.layout
         header = KvHeader(
             *transfer.key,
@@ -279,10 +294,8 @@ class KvSender:
             head_stop=layout.num_kv_heads,
             dtype=layout.dtype,
         )
-        if not self._dialer.send(peer, header, self.source.gather(transfer.key, piece)):
-            return False
-        transfer.shipped(piece)
-        return True
+        if self._dialer.send(peer, header, self.source.gather(transfer.key, piece)):
+            transfer.shipped(piece)
 
     def _ship_first_token(self, peer: str, transfer: OutgoingTransfer) -> None:
         if transfer.first_token_sent or transfer.first_token_id is None or not transfer.all_shipped:
@@ -295,4 +308,7 @@ class KvSender:
             return
         self._next_keepalive = now + self.keepalive
         for transfer in self._book:
-            self._offer(transfer.key, transfer.num_tokens)
+            transfer.offered = False
+        busy, idle_since = set(self._peer_of.values()), now - IDLE_KEEPALIVES * self.keepalive
+        for name in [name for name, peer in self._peers.items() if peer.used_at < idle_since and name not in busy]:
+            self._drop_peer(name, "idle")

@@ -54,6 +54,7 @@ KNOWN_VARIABLES: Final[frozenset[str]] = frozenset(
         "KVSPLICE_SHUTDOWN_TIMEOUT_S",
         "KVSPLICE_STALLED_AFTER_S",
         "KVSPLICE_STREAM_BUFFER_TOKENS",
+        "KVSPLICE_URL",
         "KVSPLICE_WORKER_ID",
     }
 )

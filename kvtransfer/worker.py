@@ -5,16 +5,16 @@ that leases are swept and `progress` moves while nothing is scheduled.
 
 The loop ends with exit code
     0  after SIGTERM or SIGINT: new requests are turned away, running ones get `shutdown_timeout` seconds to end
-    1  when a gateway refused us, or a thread that the worker can't live without has died
+    1  when a gateway refused us, the engine failed, or a thread that the worker can't live without has died
 """
 
 import logging
 import signal
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from types import FrameType
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 from kvtransfer.control import ControlEvent, FromGateway, GatewayLinks, GatewayLost, LinkRefused, Report, RequestMessage
 from kvtransfer.incoming import ReceptionEnded
@@ -24,7 +24,8 @@ from kvtransfer.outgoing import TransferEnded
 
 logger = logging.getLogger(__name__)
 
-IDLE_WAIT_S = 0.2
+IDLE_WAIT_S: Final = 0.2
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 TransferEvent = TransferEnded | ReceptionEnded
 
@@ -92,22 +93,29 @@ class Worker:
     _progress: int = 0
     _stop_at: float | None = None
     _refused: bool = False
-    _was_empty: bool = field(default=True)
+    _failed: bool = False
+    _busy: bool = False
+    _was_empty: bool = True
 
     def run(self) -> int:
         """Serves until told to stop; returns the exit code."""
-        self._catch_signals()
         self.role.start()
         self.links.start()
-        busy = False
-        while not self._is_over(time.monotonic()):
-            for event in self.inbox.wait(0.0 if busy else IDLE_WAIT_S):
-                self._on_event(event, time.monotonic())
-            self._flush()
-            busy = self.role.step()
-            self._flush()
-            self._after_turn()
+        try:
+            while not self._is_over(time.monotonic()):
+                self._turn()
+        except Exception:
+            logger.exception("this worker's engine failed; giving up")
+            self._failed = True
         return self._shut_down()
+
+    def _turn(self) -> None:
+        for event in self.inbox.wait(0.0 if self._busy else IDLE_WAIT_S):
+            self._on_event(event, time.monotonic())
+        self._flush()
+        self._busy = self.role.step()
+        self._flush()
+        self._after_turn()
 
     def _on_event(self, event: WorkerEvent, now: float) -> None:
         match event:
@@ -154,16 +162,22 @@ class Worker:
         return self._stop_at is not None and (now >= self._stop_at or self.role.is_empty())
 
     def _shut_down(self) -> int:
-        stopped_on_purpose = self._stop_at is not None
-        if not stopped_on_purpose and not self._refused:
+        if not (self.links.is_alive() and self.role.is_alive()):
             logger.error("a thread of this worker has died; giving up")
-        self.links.leave("shutting down" if stopped_on_purpose else "failed")
+            self._failed = True
+        well = not (self._failed or self._refused)
+        self.links.leave("shutting down" if well else "failed")
         self.role.stop()
-        return 0 if stopped_on_purpose else 1
+        return 0 if well else 1
 
-    def _catch_signals(self) -> None:
-        def request_stop(signum: int, frame: FrameType | None) -> None:
-            self.inbox.put(StopRequested())
 
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, request_stop)
+def exit_on_signals() -> None:
+    """While a worker still loads, a signal ends the process with 0 and without a traceback."""
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, lambda *_: sys.exit(0))
+
+
+def stop_on_signals(inbox: Mailbox[Any]) -> None:
+    """From here on SIGTERM and SIGINT reach the worker's loop as events."""
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, lambda *_: inbox.put(StopRequested()))

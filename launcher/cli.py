@@ -2,14 +2,18 @@
 
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from types import MappingProxyType
 from typing import Final
 
 from kvtransfer.settings import one_line_errors, parse
-from launcher.config import FetchConfig, ServeConfig
+from launcher.config import FetchConfig, HealthConfig, ServeConfig
+
+EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
 USAGE: Final = """\
 usage: kvsplice COMMAND [FLAGS]
@@ -21,6 +25,7 @@ An LLM server that runs prefill and decode on different GPUs.
   prefill       one worker that turns prompts into KV cache
   decode        one worker that takes KV cache and generates
   fetch-model   bring a model onto this machine
+  health        exit code 0 if a gateway is ready or counts on a worker, else 1: for health checks
   flags         the flags of all commands as a table (Markdown)
 
 kvsplice COMMAND --help explains a command; kvsplice --version names the release.
@@ -53,7 +58,7 @@ def _serve(argv: Sequence[str]) -> int:
     )
     prog = "kvsplice serve"
     config = parse(ServeConfig, argv, os.environ, prog, description)
-    with one_line_errors(prog):
+    with one_line_errors(prog), _interruptible():
         return serve(config, os.environ)
 
 
@@ -62,9 +67,19 @@ def _fetch_model(argv: Sequence[str]) -> int:
 
     prog = "kvsplice fetch-model"
     config = parse(FetchConfig, argv, os.environ, prog, "Brings a model onto this machine and prints its folder.")
-    with one_line_errors(prog):
+    with one_line_errors(prog), _interruptible():
         print(resolve_model(config.model))
     return 0
+
+
+def _health(argv: Sequence[str]) -> int:
+    from launcher.health import ask
+
+    prog = "kvsplice health"
+    config = parse(HealthConfig, argv, os.environ, prog, "Asks a gateway for the cluster's or a worker's health.")
+    healthy, reason = ask(config.url, config.worker_id)
+    print(reason)
+    return 0 if healthy else 1
 
 
 def _flags(argv: Sequence[str]) -> int:
@@ -75,6 +90,19 @@ def _flags(argv: Sequence[str]) -> int:
         return 2
     print(markdown_table(), end="")
     return 0
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Lets SIGTERM and Ctrl-C unwind the block, so that a half-fetched model is cleaned up, and end it in one line."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("kvsplice: interrupted", file=sys.stderr)
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _role(package: str) -> Callable[[Sequence[str]], int]:
@@ -92,6 +120,7 @@ COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = MappingProxyType
         "prefill": _role("prefill"),
         "decode": _role("decode"),
         "fetch-model": _fetch_model,
+        "health": _health,
         "flags": _flags,
     }
 )

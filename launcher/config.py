@@ -1,4 +1,4 @@
-"""Settings of `kvsplice serve` and `kvsplice fetch-model`."""
+"""Settings of the commands that are no roles: `kvsplice serve`, `fetch-model`, `health`."""
 
 from dataclasses import dataclass
 
@@ -16,6 +16,19 @@ class FetchConfig(Settings):
         "Model to fetch: the embedded default's name or a hub name; a local folder is only looked at.",
         group="model",
         metavar="PATH_OR_NAME",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthConfig(Settings):
+    """Whose health to ask for."""
+
+    url: str = setting("http://127.0.0.1:8000", "The gateway to ask.", group="network", metavar="http://HOST:PORT")
+    worker_id: str | None = setting(
+        None,
+        "Ask whether the gateway counts on this worker, instead of whether the whole cluster is ready.",
+        group="process",
+        default_text="the whole cluster",
     )
 
 

@@ -71,6 +71,8 @@ class ChildProcess:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return False
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         return True
 
     def _show(self, output: IO[bytes]) -> None:

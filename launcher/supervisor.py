@@ -61,6 +61,7 @@ class Supervisor:
         news = [self._note_death(child, now) for child in self._children.values() if self._has_just_died(child)]
         for name in [name for name, due in self._restart_at.items() if due <= now]:
             del self._restart_at[name]
+            self._children[name].wait(0.0)
             self._children[name] = ChildProcess(self._specs[name])
             news.append(f"{name} is started again")
         return news

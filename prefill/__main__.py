@@ -12,7 +12,7 @@ from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import PROTOCOL_VERSION, Hello, KvHello, Role
 from kvtransfer.sender import KvSender
 from kvtransfer.settings import parse
-from kvtransfer.worker import Worker, WorkerEvent
+from kvtransfer.worker import Worker, WorkerEvent, exit_on_signals, stop_on_signals
 from launcher.default_model import resolve_model
 from prefill.config import PrefillConfig
 from prefill.scheduler import PrefillLimits, PrefillScheduler
@@ -26,13 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a prefill worker until it is told to stop; returns the exit code."""
     config = parse(PrefillConfig, sys.argv[1:] if argv is None else argv, os.environ, PROG, DESCRIPTION)
     configure_logging(config.log_level)
+    exit_on_signals()
     with failures_in_one_line(PROG):
         engine = assemble(config, resolve_model(config.model), config.max_num_batched_tokens)
         return build(config, engine).run()
 
 
 def build(config: PrefillConfig, engine: Engine) -> Worker:
-    """The worker around an engine, not started yet."""
+    """The worker around an engine, not started yet; signals go to its loop from here on."""
     inbox: Mailbox[WorkerEvent] = Mailbox()
     hello = introduce(config, Role.PREFILL, engine, kv_endpoint=None)
     limits = PrefillLimits(
@@ -47,6 +48,7 @@ def build(config: PrefillConfig, engine: Engine) -> Worker:
     links = GatewayLinks(
         hello, config.gateway, LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s), inbox
     )
+    stop_on_signals(inbox)
     return Worker(PrefillRole(engine, scheduler, sender), links, inbox, config.shutdown_timeout_s)
 
 

@@ -24,7 +24,7 @@ from engine.block_pool import BlockPool
 from engine.request import Outgoing, Request, RequestKey, RequestState, ScheduledRow
 from engine.request_book import RequestBook
 from engine.stopping import finish_reason
-from kvtransfer.messages import DecodeTarget, EndReason, LifetimeEvent, RequestEnd, RequestOutput
+from kvtransfer.messages import MAX_TEXT_CHARS, DecodeTarget, EndReason, LifetimeEvent, RequestEnd, RequestOutput
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 
 OLDEST_SHARE = 4
@@ -195,7 +195,7 @@ class PrefillScheduler(RequestBook[PrefillJob]):
     def _end(self, request: PrefillJob, reason: EndReason, now: float, message: str = "") -> None:
         request.record(LifetimeEvent.ENDED, now)
         request.end_reason = reason
-        self._say(request, RequestEnd(reason, message))
+        self._say(request, RequestEnd(reason, message[:MAX_TEXT_CHARS]))
         self._unlist(request)
         if request.lent:
             request.move(RequestState.CLOSING)

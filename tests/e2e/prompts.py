@@ -45,12 +45,12 @@ PROMPTS: Sequence[Prompt] = (
 
 
 def long_prompt(tokenizer: Encodes, num_tokens: int = LONG_PROMPT_TOKENS) -> list[int]:
-    """Exactly `num_tokens` ids of a ship's log, each line different, so that a lost or shifted chunk changes the end."""
+    """Exactly `num_tokens` ids of a ship's log, each line different, so that a lost or shifted chunk shows."""
     winds, seas = ("north", "east", "south", "west"), ("calm", "slight", "rough")
     lines = (
         f"Day {day}: wind {winds[day * 7 % 4]} at {day * 13 % 41} knots, sea {seas[day * 5 % 3]}, "
         f"{day * 17 % 97} miles made good, {300 - day} litres of water left.\n"
-        for day in range(1, 300)
+        for day in range(5, 300)
     )
     token_ids = tokenizer.encode("".join(lines), add_special_tokens=False)
     assert len(token_ids) >= num_tokens, len(token_ids)

@@ -9,7 +9,7 @@ from engine.block_pool import BlockPool
 from engine.kv_cache import KvCache
 from engine.loading import LoadedModel
 from engine.request import Request, ScheduledRow
-from engine.runner import Runner
+from engine.runner import Runner, Sample
 from kvtransfer.messages import RequestSpec, SamplingParams
 
 
@@ -24,11 +24,11 @@ def make_request(name: str, prompt: Sequence[int], block_ids: Sequence[int] = ()
     return Request(spec, gateway="gateway", block_ids=list(block_ids))
 
 
-def make_runner(loaded: LoadedModel, num_blocks: int, block_size: int) -> Runner:
+def make_runner(loaded: LoadedModel, num_blocks: int, block_size: int, sample: Sample = argmax) -> Runner:
     """Over a pool full of NaN: whatever reads a slot that was not written shows."""
     kv_cache = KvCache(loaded.kv_layout(block_size), num_blocks, loaded.kernels, loaded.device)
     kv_cache.fill(float("nan"))
-    return Runner(loaded.model, loaded.kernels, kv_cache, argmax)
+    return Runner(loaded.model, loaded.kernels, kv_cache, sample)
 
 
 @dataclass

@@ -254,6 +254,15 @@ def test_a_pause_of_the_gateway_itself_is_not_held_against_the_workers():
     assert [ids for _, ids in ticks(cluster, 31.75, 33.0)] == [["decode-0", "prefill-0"]]
 
 
+def test_who_was_heard_after_the_pause_is_judged_from_then_on():
+    cluster = make(*BOTH)
+    cluster.tick(0.0)
+    cluster.receive("decode-0", beat(), 30.0)  # read before the first tick
+    cluster.tick(30.0)
+    cluster.receive("prefill-0", beat(), 31.5)
+    assert ticks(cluster, 30.0, 32.25) == [(32.0, ["decode-0"])]
+
+
 def test_beats_are_due_to_all_every_interval():
     cluster = make(*BOTH, dead_after_s=100)
     due = [cluster.tick(quarter / 4).beat_to for quarter in range(5)]
@@ -264,10 +273,11 @@ def test_beats_are_due_to_all_every_interval():
 def stall(cluster: Cluster, seconds: float, running: int, progress_step: int) -> list[str]:
     """Both workers beat for so long; decode with that load and progress. Returns the ids reported as stalled."""
     reported = []
-    for now in range(1, int(seconds) + 1):
-        cluster.receive("decode-0", beat(progress=1 + now * progress_step, running=running), float(now))
-        cluster.receive("prefill-0", beat(progress=now), float(now))
-        reported += [worker.worker_id for worker in cluster.tick(float(now)).stalled]
+    for half_seconds in range(1, int(seconds * 2) + 1):
+        now = half_seconds / 2
+        cluster.receive("decode-0", beat(progress=1 + half_seconds * progress_step, running=running), now)
+        cluster.receive("prefill-0", beat(progress=half_seconds), now)
+        reported += [worker.worker_id for worker in cluster.tick(now).stalled]
     return reported
 
 
@@ -287,6 +297,20 @@ def test_progress_or_nothing_to_do_is_no_stall(running, progress_step):
     cluster = make(*BOTH)
     assert stall(cluster, 200, running, progress_step) == []
     assert cluster.status(200.0).ready
+
+
+def test_a_long_idle_worker_has_time_for_its_first_step():
+    cluster = make(*BOTH)
+    stall(cluster, 200, running=0, progress_step=0)
+    cluster.receive("decode-0", beat(running=1), 200.5)
+    assert cluster.status(200.5).ready
+
+
+def test_a_pause_of_the_gateway_is_no_stall():
+    cluster = make(*BOTH)
+    stall(cluster, 10, running=1, progress_step=0)
+    cluster.tick(110.0)
+    assert cluster.status(110.0).ready
 
 
 def test_a_stalled_worker_recovers_with_its_first_step():

@@ -61,6 +61,7 @@ def test_prefill_goes_where_the_fewest_prompt_tokens_are_outstanding(workers, en
         ([worker("decode-0"), worker("decode-1")], [("decode-0", 100)], "decode-1"),
         ([worker("decode-0", usage=0.9), worker("decode-1", running=2)], [("decode-1", 100)], "decode-1"),
         ([worker("decode-0", kv_tokens=10), worker("decode-1", usage=0.9)], [], "decode-1"),
+        ([worker("decode-0", running=1), worker("decode-1", running=2)], [("decode-0", 1)] * 3, "decode-1"),
     ],
 )
 def test_decode_goes_where_the_pressure_is_least(workers, entries, chosen):

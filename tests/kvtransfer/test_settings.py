@@ -9,10 +9,10 @@ from gateway.config import GatewayConfig
 from kvtransfer.errors import SettingsError
 from kvtransfer.settings import Settings, options, parse, setting, to_flags
 from kvtransfer.variables import KNOWN_VARIABLES
-from launcher.config import FetchConfig, ServeConfig
+from launcher.config import FetchConfig, HealthConfig, ServeConfig
 from prefill.config import PrefillConfig
 
-CONFIGS = [GatewayConfig, PrefillConfig, DecodeConfig, ServeConfig, FetchConfig]
+CONFIGS = [GatewayConfig, PrefillConfig, DecodeConfig, ServeConfig, FetchConfig, HealthConfig]
 NOT_FLAGS = {"KVSPLICE_CACHE"}
 
 

@@ -1,0 +1,43 @@
+# Two images from one file:
+#   docker build --target gateway -t kvsplice-gateway .   HTTP face; no torch inside
+#   docker build --target worker  -t kvsplice-worker .    prefill, decode, fetch-model
+# TORCH_INDEX names a package index with another build of torch, such as PyTorch's CPU builds for a small image.
+
+FROM python:3.12-slim AS base
+ENV PYTHONUNBUFFERED=1 \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    KVSPLICE_CACHE=/models \
+    HF_HOME=/models/hub
+RUN useradd --create-home --uid 1000 kvsplice && install --directory --owner=kvsplice /models
+WORKDIR /app
+ENTRYPOINT ["kvsplice"]
+
+FROM base AS worker
+ARG TORCH_INDEX=""
+# The big layer first: it changes with the pinned versions only.
+COPY constraints.txt ./
+RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt torch==2.13.0
+COPY pyproject.toml README.md LICENSE ./
+COPY kernels kernels
+COPY kvtransfer kvtransfer
+COPY engine engine
+COPY prefill prefill
+COPY decode decode
+COPY gateway gateway
+COPY launcher launcher
+RUN pip install -c constraints.txt '.[worker,convert]'
+USER kvsplice
+
+FROM base AS gateway
+COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY kernels kernels
+COPY kvtransfer kvtransfer
+COPY engine engine
+COPY prefill prefill
+COPY decode decode
+COPY gateway gateway
+COPY launcher launcher
+RUN pip install -c constraints.txt '.[gateway]' && ! python -c 'import torch' 2>/dev/null
+USER kvsplice
+EXPOSE 8000 8790

@@ -1,0 +1,140 @@
+"""`python -m gateway` and `kvsplice gateway`: the HTTP face and the control plane behind it."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import uvicorn
+
+from gateway.app import create_app
+from gateway.cluster import Cluster, ClusterSettings
+from gateway.config import GatewayConfig
+from gateway.dispatch import Dispatcher, DispatchSettings
+from gateway.limits import HttpSettings
+from gateway.metrics import Metrics
+from gateway.server import make_server
+from gateway.tokenizer import Tokenizer
+from kvtransfer.channel import ControlServer
+from kvtransfer.errors import SettingsError
+from kvtransfer.logs import configure_logging
+from kvtransfer.settings import one_line_errors, parse
+from launcher.default_model import resolve_model
+
+logger = logging.getLogger(__name__)
+
+PROG = "kvsplice gateway"
+DESCRIPTION = "Takes OpenAI-style HTTP calls and runs each on a prefill and a decode worker. Workers dial in."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a gateway until it is told to stop; returns the exit code."""
+    config = parse(GatewayConfig, sys.argv[1:] if argv is None else argv, os.environ, PROG, DESCRIPTION)
+    configure_logging(config.log_level)
+    _exit_on_signals()
+    with one_line_errors(PROG):
+        listener = _listen(config.host, config.port)
+        tokenizer = Tokenizer.load(str(resolve_model(config.model, weights=False)))
+        _leave_signals_to_the_server()
+        return asyncio.run(_run(config, tokenizer, listener))
+
+
+async def _run(config: GatewayConfig, tokenizer: Tokenizer, listener: socket.socket) -> int:
+    """Serves HTTP and workers until the server is told to stop (0) or the control plane dies (1)."""
+    control = ControlServer(config.control_host, config.control_port)
+    metrics = Metrics()
+    cluster = Cluster(secrets.token_hex(8), _cluster_settings(config, tokenizer))
+    dispatcher = Dispatcher(cluster, _dispatch_settings(config), observer=metrics)
+    metrics.watch_workers(lambda: dispatcher.workers)
+    settings = _http_settings(config)
+    app = create_app(dispatcher, tokenizer, settings, metrics)
+    server = make_server(app, settings, host=config.host, port=config.port)
+    logger.info("HTTP on %s:%d, workers dial %s", *listener.getsockname()[:2], control.endpoint)
+    try:
+        return await _serve_both(server, listener, dispatcher, control)
+    finally:
+        control.close()
+
+
+async def _serve_both(
+    server: uvicorn.Server, listener: socket.socket, dispatcher: Dispatcher, control: ControlServer
+) -> int:
+    dispatching = asyncio.create_task(dispatcher.run(control), name="dispatcher")
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    await asyncio.wait({dispatching, serving}, return_when=asyncio.FIRST_COMPLETED)
+    control_died = dispatching.done()
+    if control_died:
+        logger.critical("the control plane has died; giving up", exc_info=dispatching.exception())
+        server.should_exit = True
+    await serving
+    dispatching.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+        await dispatching
+    return 1 if control_died else 0
+
+
+def _exit_on_signals() -> None:
+    """Until there is a server to stop, a signal ends the process as it would end it: with 0 and without a traceback."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: sys.exit(0))
+
+
+def _leave_signals_to_the_server() -> None:
+    """uvicorn catches SIGINT and SIGTERM while it serves, and raises them anew behind its clean end."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: None)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket bound before anything slow happens, so that a port in use is said at once. Raises SettingsError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return listener
+
+
+def _cluster_settings(config: GatewayConfig, tokenizer: Tokenizer) -> ClusterSettings:
+    return ClusterSettings(
+        dead_after_s=config.dead_after_s,
+        stalled_after_s=config.stalled_after_s,
+        tokenizer_vocab_size=tokenizer.num_ids,
+    )
+
+
+def _dispatch_settings(config: GatewayConfig) -> DispatchSettings:
+    return DispatchSettings(
+        max_in_flight=config.max_concurrent_requests,
+        stream_buffer_tokens=config.stream_buffer_tokens,
+        request_timeout_s=config.request_timeout_s,
+        first_token_timeout_s=config.first_token_timeout_s,
+    )
+
+
+def _http_settings(config: GatewayConfig) -> HttpSettings:
+    return HttpSettings(
+        served_model_names=config.served_names,
+        version=version("kvsplice"),
+        api_key=config.api_key,
+        default_seed=config.default_seed,
+        max_body_bytes=config.max_body_bytes,
+        max_connections=config.max_connections,
+        max_concurrent_requests=config.max_concurrent_requests,
+        stream_buffer_tokens=config.stream_buffer_tokens,
+        head_timeout_s=config.head_timeout_s,
+        request_timeout_s=config.request_timeout_s,
+        shutdown_timeout_s=config.shutdown_timeout_s,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""The gateway's HTTP application: routes, and one boundary at which errors become answers.
+
+    POST /v1/completions  /v1/chat/completions  /tokenize  /detokenize
+    GET  /v1/models  /v1/models/{name}  /version  /health  /metrics
+
+/health and /metrics need no key. The application knows a `Backend` and nothing of workers.
+"""
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.asgi import AsgiApp
+from gateway.backend import Backend, BackendError
+from gateway.chat import ChatEndpoint
+from gateway.completions import CompletionsEndpoint
+from gateway.errors import (
+    ApiError,
+    InternalError,
+    MethodNotAllowedError,
+    RouteNotFoundError,
+    error_body,
+    error_headers,
+)
+from gateway.generation import Generation
+from gateway.limits import HttpSettings, guarded
+from gateway.metrics import Metrics
+from gateway.prompts import PromptEncoder
+from gateway.service import Service
+from gateway.text_pool import TextPool
+from gateway.tokenization import DetokenizeEndpoint, TokenizeEndpoint
+from gateway.tokenizer import Tokenizer
+
+TEXT_THREADS: Final = 4
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def create_app(backend: Backend, tokenizer: Tokenizer, settings: HttpSettings, metrics: Metrics) -> AsgiApp:
+    """The whole HTTP face as one ASGI application, guards included."""
+    pool = TextPool(TEXT_THREADS, settings.text_timeout_s)
+    service = Service(
+        backend=backend,
+        tokenizer=tokenizer,
+        settings=settings,
+        metrics=metrics,
+        prompts=PromptEncoder(tokenizer, pool),
+        generation=Generation(backend, tokenizer, settings, metrics),
+        created=int(time.time()),
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        pool.close()
+
+    app = Starlette(
+        routes=_routes(service, pool),
+        exception_handlers={
+            HTTPException: _on_http_exception,
+            ApiError: _on_error,
+            BackendError: _on_error,
+            Exception: _on_bug,
+        },
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    return guarded(app, settings)
+
+
+def _routes(service: Service, pool: TextPool) -> list[Route]:
+    return [
+        Route("/v1/completions", CompletionsEndpoint(service), methods=["POST"]),
+        Route("/v1/chat/completions", ChatEndpoint(service), methods=["POST"]),
+        Route("/tokenize", TokenizeEndpoint(service), methods=["POST"]),
+        Route("/detokenize", DetokenizeEndpoint(service, pool), methods=["POST"]),
+        Route("/v1/models", _handler(_list_models, service)),
+        Route("/v1/models/{name:path}", _handler(_show_model, service)),
+        Route("/version", _handler(_version, service)),
+        Route("/health", _handler(_health, service)),
+        Route("/metrics", _handler(_metrics, service)),
+    ]
+
+
+def _handler(respond: Callable[[Service, Request], Awaitable[Response]], service: Service) -> Handler:
+    return partial(respond, service)
+
+
+async def _list_models(service: Service, request: Request) -> Response:
+    return _json({"object": "list", "data": [_model(service, name) for name in service.settings.served_model_names]})
+
+
+async def _show_model(service: Service, request: Request) -> Response:
+    return _json(_model(service, service.check_model(request.path_params["name"])))
+
+
+async def _version(service: Service, request: Request) -> Response:
+    return _json({"version": service.settings.version})
+
+
+async def _health(service: Service, request: Request) -> Response:
+    """200 only when a request sent now could be served."""
+    status = service.backend.status()
+    if status.ready:
+        return _json({"status": "ready"})
+    return _json({"status": "unavailable", "reasons": list(status.reasons)}, status=503)
+
+
+async def _metrics(service: Service, request: Request) -> Response:
+    return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "kvsplice",
+        "max_model_len": service.backend.status().max_model_len,
+    }
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such path, or not with this method."""
+    assert isinstance(error, HTTPException), f"registered for HTTPException, got {type(error).__name__}"
+    if error.status_code == 405:
+        response = _error(MethodNotAllowedError("this path does not take this method"))
+    else:
+        response = _error(RouteNotFoundError("there is no such path"))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError | BackendError), f"registered for our errors, got {type(error).__name__}"
+    return _error(error)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """Starlette raises the exception again behind this answer, so that the server logs it."""
+    return _error(InternalError())
+
+
+def _error(error: ApiError | BackendError) -> Response:
+    return _json(error_body(error), status=error.status, headers=dict(error_headers(error)))
+
+
+def _json(content: dict[str, Any], *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")

@@ -1,0 +1,53 @@
+"""`POST /v1/chat/completions`."""
+
+from gateway.answers import ChatShape
+from gateway.asgi import Receive, Scope, Send
+from gateway.errors import InvalidFieldError
+from gateway.generation import Call
+from gateway.schemas import CHAT_RULES, ChatRequest
+from gateway.service import Service, read_request
+
+
+class ChatEndpoint:
+    """An ASGI application. Without max_tokens an answer may take what the model has room for."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started_at = self._service.metrics.clock()
+        request = await read_request(scope, receive, ChatRequest, CHAT_RULES)
+        call = await self._prepare(request, started_at)
+        await self._service.generation.answer(call, receive, send)
+
+    async def _prepare(self, request: ChatRequest, started_at: float) -> Call:
+        service = self._service
+        service.check_model(request.model)
+        service.check_generation(request)
+        _check_max_tokens(request)
+        text = await service.prompts.render(
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt,
+            variables=request.chat_template_kwargs,
+        )
+        max_model_len = service.max_model_len()
+        encoded = await service.prompts.encode(
+            [text], add_special_tokens=request.add_special_tokens, max_model_len=max_model_len
+        )
+        return service.make_call(
+            request,
+            ChatShape(),
+            encoded,
+            max_model_len=max_model_len,
+            default_max_tokens=max_model_len,
+            started_at=started_at,
+        )
+
+
+def _check_max_tokens(request: ChatRequest) -> None:
+    """`max_completion_tokens` is the newer name of `max_tokens`."""
+    asked = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(asked) > 1:
+        raise InvalidFieldError(
+            "max_completion_tokens: contradicts max_tokens, its older name; send one", param="max_completion_tokens"
+        )

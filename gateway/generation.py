@@ -1,0 +1,198 @@
+"""The life of one generating call, from its checked request to the last byte of its answer.
+
+1. `Generation.answer` starts one backend request a prompt, all at once (`gateway.choices`).
+2. Not streamed: texts are gathered, then sent as one JSON answer.
+   Streamed: the first token decides. What fails before it is an ordinary HTTP error; from then on the answer is a
+   200 with events, and a failure is one error event in place of `[DONE]`.
+3. The client leaves, or the deadline passes: the work is cancelled, and with it all backend requests.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.answers import AnswerShape, Envelope, Usage
+from gateway.asgi import Receive, Send, send_json
+from gateway.backend import Backend, BackendError
+from gateway.choice_text import TextDelta, TextRules
+from gateway.choices import Choice, ChoiceStreams
+from gateway.errors import ApiError, DeadlineError, InternalError, error_body
+from gateway.limits import HttpSettings
+from gateway.metrics import Metrics
+from gateway.schemas import StreamOptions
+from gateway.sse import EventStream
+from gateway.tokenizer import Tokenizer
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call. `stream` is None for an answer in one piece; `started_at` is on the metrics' clock."""
+
+    shape: AnswerShape
+    model: str
+    choices: tuple[Choice, ...]
+    rules: TextRules
+    stream: StreamOptions | None
+    started_at: float
+
+
+class Generation:
+    """Answers calls. Its parts outlive it."""
+
+    def __init__(self, backend: Backend, tokenizer: Tokenizer, settings: HttpSettings, metrics: Metrics) -> None:
+        self._backend = backend
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._metrics = metrics
+
+    async def answer(self, call: Call, receive: Receive, send: Send) -> None:
+        """Sends the whole answer. Raises ApiError and BackendError as long as nothing has been sent."""
+        work = self._whole(call, send) if call.stream is None else self._streamed(call, call.stream, send)
+        await run_until_gone(work, receive)
+
+    async def _whole(self, call: Call, send: Send) -> None:
+        texts = [""] * len(call.choices)
+        reasons = [""] * len(call.choices)
+        usage = _usage(call)
+        try:
+            async with asyncio.timeout(self._settings.request_timeout_s), self._start(call) as streams:
+                while batch := await streams.next():
+                    for delta in batch:
+                        texts[delta.index] += delta.text
+                        reasons[delta.index] = delta.finish_reason or ""
+                        usage.num_completion += delta.num_tokens
+        except TimeoutError:
+            raise _deadline() from None
+        choices = [call.shape.choice(*parts) for parts in zip(range(len(texts)), texts, reasons, strict=True)]
+        await send_json(send, _envelope(call).answer(choices, usage))
+
+    async def _streamed(self, call: Call, options: StreamOptions, send: Send) -> None:
+        events = EventStream(send)
+        try:
+            async with asyncio.timeout(self._settings.request_timeout_s), self._start(call) as streams:
+                await self._stream_events(call, options, streams, events)
+        except TimeoutError:
+            await _fail(events, _deadline())
+        except (ApiError, BackendError) as error:
+            await _fail(events, error)
+        except Exception:
+            if not events.is_started:
+                raise
+            _LOG.exception("a streamed answer failed")
+            await events.fail(error_body(InternalError()))
+
+    async def _stream_events(
+        self, call: Call, options: StreamOptions, streams: ChoiceStreams, events: EventStream
+    ) -> None:
+        chunks = ChunkMaker(call, options)
+        batch = await streams.next()
+        await events.start()
+        await events.write(chunks.opening())
+        while batch is not None:
+            await events.write(chunks.of(batch))
+            batch = await self._next(streams, events)
+        await events.write(chunks.closing())
+        await events.finish()
+
+    async def _next(self, streams: ChoiceStreams, events: EventStream) -> list[TextDelta] | None:
+        """The next deltas, with comments into the silence before them."""
+        while True:
+            try:
+                async with asyncio.timeout(self._settings.sse_comment_s):
+                    return await streams.next()
+            except TimeoutError:
+                await events.write_comment()
+
+    def _start(self, call: Call) -> ChoiceStreams:
+        streams = ChoiceStreams(
+            self._backend,
+            self._tokenizer,
+            self._metrics,
+            rules=call.rules,
+            max_buffered=self._settings.stream_buffer_tokens,
+        )
+        return streams.start(call.choices, call.started_at)
+
+
+class ChunkMaker:
+    """Makes the chunks of one stream. Usage in chunks is that of the whole call so far."""
+
+    def __init__(self, call: Call, options: StreamOptions) -> None:
+        self._call = call
+        self._options = options
+        self._envelope = _envelope(call)
+        self._usage = _usage(call)
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks before any text: the roles of a chat."""
+        openings = [self._call.shape.opening(choice.index) for choice in self._call.choices]
+        return [self._chunk(opening) for opening in openings if opening is not None]
+
+    def of(self, batch: list[TextDelta]) -> list[dict[str, Any]]:
+        """One chunk a token that has text, or ends its choice. Tokens without text only count."""
+        chunks = []
+        for delta in batch:
+            self._usage.num_completion += delta.num_tokens
+            if delta.text or delta.finish_reason is not None:
+                chunks.append(self._chunk(self._call.shape.chunk_choice(delta.index, delta.text, delta.finish_reason)))
+        return chunks
+
+    def closing(self) -> list[dict[str, Any]]:
+        """The usage chunk, if it was asked for."""
+        if not self._options.include_usage:
+            return []
+        return [{**self._envelope.chunk([]), "usage": self._usage.to_json()}]
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = self._envelope.chunk([choice])
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = self._usage.to_json()
+        elif self._options.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+
+async def run_until_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Runs `work`, and cancels it if the client disconnects first. Returns or raises once it is over."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        is_over = task.done()
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+    if is_over:
+        task.result()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _fail(events: EventStream, error: ApiError | BackendError) -> None:
+    """Raises `error` if it can still become an HTTP status, else ends the stream with it."""
+    if not events.is_started:
+        raise error
+    await events.fail(error_body(error))
+
+
+def _deadline() -> DeadlineError:
+    return DeadlineError("the request took longer than this server allows")
+
+
+def _envelope(call: Call) -> Envelope:
+    # The id is ours alone, whatever the client sends as X-Request-Id.
+    return Envelope(f"{call.shape.id_prefix}-{uuid.uuid4().hex}", int(time.time()), call.model, call.shape)
+
+
+def _usage(call: Call) -> Usage:
+    return Usage(num_prompt=sum(len(choice.prompt_token_ids) for choice in call.choices))

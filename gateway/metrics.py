@@ -1,0 +1,135 @@
+"""What /metrics shows: vLLM's names behind our own prefix, in a registry of its own.
+
+Times are seconds. Requests are counted once a choice. TTFT counts from the arrival of the call, so tokenising and
+queueing are in it; ITL is the gap between two outputs of the workers, which hold one token each unless the gateway was
+behind.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.observer import Readings, RequestOutcome
+from gateway.worker import Worker
+from kvtransfer.messages import Role
+
+PREFIX: Final = "kvsplice:"
+FINISHED_REASONS: Final = ("stop", "length", "abort", "error")
+
+_SHORT_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_LONG_S: Final = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 600.0)
+
+
+class Metrics:
+    """All metrics of the gateway. Also a `gateway.observer.DispatchObserver`. Lives on one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._registry = CollectorRegistry()
+        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _LONG_S)
+        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Gap between outputs.", _SHORT_S)
+        self.time_per_output_token = self._histogram(
+            "request_time_per_output_token_seconds", "(E2E - TTFT) / (tokens - 1) of a finished request.", _SHORT_S
+        )
+        self.e2e_latency = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _LONG_S)
+        self._phases = {
+            "queue_s": self._histogram("request_queue_time_seconds", "Wait for the first prefill chunk.", _LONG_S),
+            "prefill_s": self._histogram("request_prefill_time_seconds", "First chunk to first token.", _LONG_S),
+            "handover_s": self._histogram("request_handover_time_seconds", "First token to running decode.", _LONG_S),
+            "decode_s": self._histogram("request_decode_time_seconds", "First decode step to the end.", _LONG_S),
+        }
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests with a first token.")
+        self.generation_tokens = self._counter("generation_tokens", "Output tokens.")
+        self.requests = self._counter("request_success", "Ended requests by reason.", ("finished_reason",))
+        for reason in FINISHED_REASONS:
+            self.requests.labels(reason)
+
+    def watch_workers(self, read: Callable[[], Sequence[Worker]]) -> None:
+        """`read` gives the live workers whenever metrics are read; a worker that has gone leaves no value behind."""
+        self._registry.register(WorkerCollector(read))
+
+    def render(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def on_events(self, role: Role, events: Readings) -> None:
+        """Readings are taken from the outcome, when all of them are there."""
+
+    def on_request_end(self, outcome: RequestOutcome) -> None:
+        """Where the time of a dispatched request went."""
+        for name, histogram in self._phases.items():
+            seconds = getattr(outcome.phases, name)
+            if seconds is not None:
+                histogram.observe(max(0.0, seconds))
+
+    def on_worker_change(self, workers: Sequence[Worker]) -> None:
+        """Workers are read when the metrics are, through `watch_workers`."""
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)
+
+    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(PREFIX + name, text, labels, registry=self._registry)
+
+
+class WorkerCollector(Collector):
+    """Gauges of the live workers, by role and id."""
+
+    def __init__(self, read: Callable[[], Sequence[Worker]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        workers = self._read()
+        yield _gauge("num_requests_running", "Requests in the batch.", workers, lambda w: w.load.num_running)
+        yield _gauge("num_requests_waiting", "Requests in the queue.", workers, lambda w: w.load.num_waiting)
+        yield _gauge("kv_cache_usage_perc", "Used part of the KV pool, 0 to 1.", workers, lambda w: w.load.kv_usage)
+        yield _gauge("kv_cache_free_blocks", "Free blocks of the KV pool.", workers, lambda w: w.load.num_free_blocks)
+
+
+class RequestTimer:
+    """The clock readings of one choice, and what they add to the metrics. `started_at` is on the metrics' clock."""
+
+    def __init__(self, metrics: Metrics, started_at: float, num_prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._started_at = started_at
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = 0
+        self._first_at: float | None = None
+        self._last_at = started_at
+
+    def on_tokens(self, num_tokens: int) -> None:
+        """So many tokens have come at once, 0 for none."""
+        if num_tokens == 0:
+            return
+        now = self._metrics.clock()
+        if self._first_at is None:
+            self._first_at = now
+            self._metrics.time_to_first_token.observe(now - self._started_at)
+            self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
+        else:
+            self._metrics.inter_token_latency.observe(now - self._last_at)
+        self._last_at = now
+        self._num_tokens += num_tokens
+        self._metrics.generation_tokens.inc(num_tokens)
+
+    def end(self, reason: str) -> None:
+        """Once, with one of FINISHED_REASONS. Only requests that finished have a latency."""
+        assert reason in FINISHED_REASONS, f"not a reason to end: {reason!r}"
+        self._metrics.requests.labels(reason).inc()
+        if reason not in ("stop", "length"):
+            return
+        self._metrics.e2e_latency.observe(self._metrics.clock() - self._started_at)
+        if self._num_tokens > 1 and self._first_at is not None:
+            per_token = (self._last_at - self._first_at) / (self._num_tokens - 1)
+            self._metrics.time_per_output_token.observe(per_token)
+
+
+def _gauge(name: str, text: str, workers: Sequence[Worker], value: Callable[[Worker], float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(PREFIX + name, text, labels=("role", "worker"))
+    for worker in workers:
+        family.add_metric((worker.role.value, worker.worker_id), value(worker))
+    return family

@@ -1,0 +1,202 @@
+"""The requests of the API, field by field: OpenAI's, and vLLM's extras.
+
+Each type has a `FieldRules` beside it: what is tolerated, and what is known but not built. Bounds are written here
+once; `gateway.validation` turns a breach into a 400.
+"""
+
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from gateway.validation import FieldRules
+from kvtransfer.messages import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOKEN_ID
+
+MAX_STOPS: Final = 16
+MAX_STOP_CHARS: Final = 512
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOPS)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
+MaxTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
+TemplateValue = str | int | float | bool
+Bias = dict[TokenId, Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]]
+
+
+class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all requests."""
+
+
+class StreamOptions(Fields, frozen=True, kw_only=True):
+    """`include_usage`: a last chunk with the usage; `continuous_usage_stats`: usage so far in every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationRequest(Fields, frozen=True, kw_only=True):
+    """What completions and chats have in common. `top_k`: 0 or -1 is off."""
+
+    model: str | None = None
+    max_tokens: MaxTokens | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_TOKEN_ID)] = 0
+    min_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=1e4)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Annotated[Bias, msgspec.Meta(max_length=MAX_LOGIT_BIAS)] = {}
+    seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)] = 0
+    ignore_eos: bool = False
+    stop: StopString | Stops = []
+    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] = []
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        return self.max_tokens
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    """`prompt`: text, token ids, or a list of either."""
+
+    prompt: str | list[TokenId | str | list[TokenId]]
+    add_special_tokens: bool = True
+
+
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+    """`messages` are checked one by one, as `ChatMessage`."""
+
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    max_completion_tokens: MaxTokens | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, TemplateValue] = {}
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class ChatMessage(Fields, frozen=True, kw_only=True):
+    """One message; a list of content parts may only hold text."""
+
+    role: str
+    content: str | list[dict[str, Any]]
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
+
+
+class TextPart(Fields, frozen=True, kw_only=True):
+    """`{"type": "text", "text": ...}` without its type."""
+
+    text: str
+
+
+class TokenizeRequest(Fields, frozen=True, kw_only=True):
+    """Exactly one of `prompt` and `messages`. `add_special_tokens` is on for prompts and off for chats by default."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, TemplateValue] = {}
+
+
+class DetokenizeRequest(Fields, frozen=True, kw_only=True):
+    """Special tokens are shown."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+_UNSUPPORTED_ANYWHERE: Final[dict[str, tuple[Any, ...]]] = {
+    "n": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "prompt_logprobs": (),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "priority": (0,),
+    "cache_salt": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "logits_processors": ([],),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+}
+
+COMPLETION_RULES: Final = FieldRules(
+    tolerated=frozenset({"user"}),
+    unsupported={
+        **_UNSUPPORTED_ANYWHERE,
+        "best_of": (1,),
+        "echo": (False,),
+        "logprobs": (False,),
+        "suffix": ("",),
+    },
+)
+CHAT_RULES: Final = FieldRules(
+    tolerated=frozenset({"user", "store", "metadata", "safety_identifier", "prompt_cache_key"}),
+    unsupported={
+        **_UNSUPPORTED_ANYWHERE,
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "service_tier": ("auto", "default"),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": (),
+        "verbosity": (),
+        "web_search_options": (),
+        "echo": (False,),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "documents": ([],),
+        "mm_processor_kwargs": ({},),
+    },
+)
+MESSAGE_RULES: Final = FieldRules(
+    tolerated=frozenset(),
+    unsupported={
+        "tool_calls": ([],),
+        "tool_call_id": (),
+        "function_call": (),
+        "refusal": (),
+        "audio": (),
+        "annotations": ([],),
+        "reasoning_content": (),
+    },
+)
+TOKENIZE_RULES: Final = FieldRules(
+    tolerated=frozenset(),
+    unsupported={
+        "return_token_strs": (False,),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "tools": ([],),
+    },
+)
+DETOKENIZE_RULES: Final = FieldRules(tolerated=frozenset(), unsupported={})

@@ -1,0 +1,115 @@
+"""Greedy tokens through HTTP, prefill, KV transfer and decode equal Hugging Face's, token for token, in float32."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvtransfer.messages import EndReason, SamplingParams
+from tests.colocated import Colocated
+from tests.e2e.client import complete, stream
+from tests.e2e.cluster import ClusterFlags, running_cluster
+from tests.e2e.prompts import LONG_PROMPT_TOKENS, PROMPTS, long_prompt
+from tests.e2e.reference import Reference, ReferenceModel, torch_threads
+from tests.tiny_models import MAX_POSITIONS, TINY_MODELS, VOCAB_SIZE, save_tiny_model
+
+LONG = "ship's log of 3,000 tokens"
+FEW = ("english fact", "polish", "emoji", "python", "whitespace")
+REPLACEMENT = "\ufffd"
+
+
+@pytest.fixture(scope="module")
+def cases(smollm2):
+    """Name -> (prompt token ids, max_tokens, what transformers generates)."""
+    with torch_threads(2):
+        model = ReferenceModel(smollm2)
+        encode = model.tokenizer.encode
+        prompts = {p.name: (encode(p.text, add_special_tokens=False), p.max_tokens) for p in PROMPTS}
+        prompts[LONG] = (long_prompt(model.tokenizer), 16)
+        return {name: (ids, count, model.generate(ids, count)) for name, (ids, count) in prompts.items()}
+
+
+def assert_same(answer, prompt: Sequence[int], reference: Reference) -> None:
+    # A character cut off by max_tokens is shown as U+FFFD or left out; the number of tokens tells both apart from loss.
+    assert answer.text.rstrip(REPLACEMENT) == reference.text.rstrip(REPLACEMENT)
+    assert answer.usage["completion_tokens"] == len(reference.token_ids)
+    assert answer.usage["prompt_tokens"] == len(prompt)
+    assert answer.finish_reason == reference.finish_reason
+
+
+def test_the_prompts_are_twenty_and_decided_by_more_than_rounding(cases):
+    assert len(cases) == 20
+    assert len(cases[LONG][0]) == LONG_PROMPT_TOKENS == 3000
+    assert min(reference.margin for _, _, reference in cases.values()) > 2e-3
+
+
+def test_twenty_prompts_through_the_whole_pipeline(cluster, cases):
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda case: complete(cluster.http, list(case[0]), max_tokens=case[1]), cases.values()))
+    for answer, (prompt, _, reference) in zip(answers, cases.values(), strict=True):
+        assert_same(answer, prompt, reference)
+    cluster.wait_pools_empty()
+
+
+def test_string_prompts_and_streams_say_the_same(cluster, cases):
+    for prompt in (p for p in PROMPTS if p.name in FEW):
+        token_ids, count, reference = cases[prompt.name]
+        assert_same(stream(cluster.http, prompt.text, max_tokens=count), token_ids, reference)
+
+
+def test_small_chunks_and_different_block_sizes(small_chunk_cluster, cases):
+    """Chunks of 64; blocks of 16 on prefill, 32 on decode. The long prompt takes 47 chunks."""
+    for name in (*FEW, LONG):
+        prompt, count, reference = cases[name]
+        assert_same(complete(small_chunk_cluster.http, prompt, max_tokens=count), prompt, reference)
+    small_chunk_cluster.wait_pools_empty()
+
+
+def test_larger_blocks_on_prefill_than_on_decode(smollm2, cases, tmp_path):
+    flags = ClusterFlags(smollm2, prefill=("--block-size", "32"), decode=("--block-size", "16"))
+    with running_cluster(flags, tmp_path) as running:
+        for name in (*FEW, "english story"):
+            prompt, count, reference = cases[name]
+            assert_same(complete(running.http, prompt, max_tokens=count), prompt, reference)
+        running.wait_pools_empty()
+
+
+@pytest.mark.parametrize(("block_size", "chunk_tokens"), [(16, 64), (32, 512)])
+def test_the_colocated_oracle(smollm2, cases, block_size, chunk_tokens):
+    with torch_threads(2):
+        oracle = Colocated.load(smollm2, chunk_tokens=chunk_tokens, block_size=block_size, kv_cache_gib=0.5)
+        chosen = [case for name, case in cases.items() if chunk_tokens == 512 or name != LONG]
+        sampling = [SamplingParams(max_tokens=count, seed=0, temperature=0.0) for _, count, _ in chosen]
+        generated = oracle.generate([prompt for prompt, _, _ in chosen], sampling)
+    assert [g.token_ids for g in generated] == [reference.token_ids for _, _, reference in chosen]
+    assert [g.reason for g in generated] == [EndReason(reference.finish_reason) for _, _, reference in chosen]
+
+
+@pytest.mark.parametrize("architecture", TINY_MODELS)
+def test_each_architecture(architecture, tmp_path):
+    """Tokens other than printable ASCII characters are suppressed on both sides, so that equal text is equal tokens."""
+    folder = save_tiny_model(architecture, tmp_path / "model")
+    model = ReferenceModel(folder)
+    suppressed = [token_id for token_id in range(VOCAB_SIZE) if not is_one_character(model, token_id)]
+    prompts = [[5 + (7 * i + 3 * i * i) % 300 for i in range(length)] for length in (1, 15, 33, 200)]
+    prompts.append([5 + (31 * i + i * i) % 300 for i in range(MAX_POSITIONS - 40)])
+    flags = ClusterFlags(
+        folder,
+        workers=("--dtype", "float32", "--kv-cache-gib", "0.05"),
+        prefill=("--max-num-batched-tokens", "64", "--block-size", "32"),
+        decode=("--block-size", "16"),
+    )
+    bias = {str(token_id): -100 for token_id in suppressed}
+    with running_cluster(flags, tmp_path) as running:
+        for prompt in prompts:
+            reference = model.generate(prompt, 32, suppressed)
+            assert reference.margin > 1e-3
+            answer = complete(running.http, prompt, max_tokens=32, logit_bias=bias)
+            assert_same(answer, prompt, reference)
+            assert REPLACEMENT not in answer.text
+        running.wait_pools_empty()
+
+
+def is_one_character(model: ReferenceModel, token_id: int) -> bool:
+    text = model.tokenizer.decode([token_id])
+    return len(text) == 1 and text.isascii() and text.isprintable()

@@ -1,0 +1,277 @@
+"""What happens to requests when clients leave, and when processes start, stop, stand still or die."""
+
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from transformers import AutoTokenizer
+
+from tests.e2e.client import body_of, complete, events, stream
+from tests.e2e.cluster import DECODE, GATEWAY, MODEL_NAME, PREFILL, ROLES, Cluster, ClusterFlags, running_cluster
+from tests.e2e.processes import EXIT_WITHIN_S, wait_until
+from tests.e2e.prompts import long_prompt
+from tests.tiny_models import save_tiny_model
+
+NOTICED_WITHIN_S = 3.0
+"""A crash must be an error at the client this soon."""
+PROMPT = [10, 11, 12, 13, 14]
+ENDLESS = {"max_tokens": 12000, "ignore_eos": True}
+TINY_WORKERS = ("--dtype", "float32", "--kv-cache-gib", "0.05")
+
+
+@pytest.fixture(scope="module")
+def tiny_cluster(tiny_model, tmp_path_factory):
+    with running_cluster(ClusterFlags(tiny_model, TINY_WORKERS), tmp_path_factory.mktemp("tiny")) as running:
+        yield running
+
+
+@pytest.fixture
+def healthy(tiny_cluster):
+    """The module's cluster with all roles running, whatever the test before has done to it; empty again afterwards."""
+    yield tiny_cluster
+    tiny_cluster.wait_ready()
+    tiny_cluster.wait_pools_empty()
+
+
+class Streaming:
+    """One endless stream, read in a thread of its own up to its end, whatever that is."""
+
+    def __init__(self, cluster: Cluster, **fields) -> None:
+        self.cluster = cluster
+        self.ended_at: float | None = None
+        self.was_cut = False  # the connection broke before the response was complete
+        self.has_begun = threading.Event()
+        self._body = body_of(PROMPT, stream=True, **{**ENDLESS, **fields})
+        self._events: list[str] = []
+        self._thread = threading.Thread(target=self._read)
+
+    def _read(self) -> None:
+        try:
+            self._read_events()
+        except httpx.TransportError:
+            self.was_cut = True
+        self.ended_at = time.monotonic()
+
+    def _read_events(self) -> None:
+        with self.cluster.http.stream("POST", "/v1/completions", json=self._body) as response:
+            assert response.status_code == 200
+            for data in events(response):
+                self._events.append(data)
+                if len(self._events) >= 3:
+                    self.has_begun.set()
+
+    def __enter__(self) -> "Streaming":
+        self._thread.start()
+        assert self.has_begun.wait(20.0), "the stream has not begun"
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._thread.join(30.0)
+        assert not self._thread.is_alive(), "the stream has not ended"
+
+    @property
+    def errors(self) -> list[str]:
+        return [data for data in self._events if data.startswith('{"error"')]
+
+    @property
+    def num_done(self) -> int:
+        return self._events.count("[DONE]")
+
+
+# --- clients -----------------------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_gives_its_blocks_back(healthy):
+    with healthy.http.stream("POST", "/v1/completions", json=body_of(PROMPT, stream=True, **ENDLESS)) as response:
+        assert len([data for data, _ in zip(events(response), range(5), strict=False)]) == 5
+        wait_until(lambda: not healthy.pools_are_empty(), within_s=5.0, what="the running request holds blocks")
+    healthy.wait_pools_empty(within_s=5.0)
+    assert healthy.gauge("num_requests_running", worker=f"{DECODE}-0") == 0
+
+
+def test_a_client_that_leaves_before_a_whole_answer_gives_its_blocks_back(healthy):
+    with pytest.raises(httpx.ReadTimeout):
+        healthy.http.post("/v1/completions", json=body_of(PROMPT, **ENDLESS), timeout=1.5)
+    healthy.wait_pools_empty(within_s=5.0)
+
+
+def test_one_token_never_needs_decode(healthy):
+    """With the decode process stopped by a signal, one token still comes, and two do not."""
+    complete(healthy.http, PROMPT, max_tokens=2)
+    healthy[DECODE].send(signal.SIGSTOP)
+    try:
+        wait_until(lambda: healthy[DECODE].state == "T", within_s=1.0, what="decode is stopped")
+        answer = complete(healthy.http, PROMPT, max_tokens=1)
+        control = healthy.http.post("/v1/completions", json=body_of(PROMPT, max_tokens=2, ignore_eos=True))
+    finally:
+        healthy[DECODE].send(signal.SIGCONT)
+    assert answer.num_tokens == 1
+    assert answer.finish_reason == "length"
+    assert control.status_code in (502, 503), "two tokens need decode"
+
+
+def test_one_token_is_exactly_one_in_a_stream(healthy):
+    answer = stream(healthy.http, PROMPT, max_tokens=1, ignore_eos=True)
+    assert answer.num_tokens == 1
+    assert answer.num_done == 1
+    assert answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "numbers"),
+    [(16384, 1, ("16384",)), (20000, 1, ("20000", "16384")), (16000, 385, ("16000", "385", "16384"))],
+)
+def test_a_prompt_that_never_fits_is_a_400_with_the_numbers(healthy, num_prompt, max_tokens, numbers):
+    response = healthy.http.post("/v1/completions", json=body_of([10] * num_prompt, max_tokens=max_tokens))
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    for number in numbers:
+        assert number in error["message"]
+
+
+def test_what_just_fits_is_served(healthy):
+    assert complete(healthy.http, [10 + i % 200 for i in range(2000)], max_tokens=2, ignore_eos=True).num_tokens == 2
+
+
+# --- crashes -----------------------------------------------------------------------------------------
+
+
+def test_decode_is_killed_amid_a_request_and_rejoins(healthy):
+    with Streaming(healthy) as streaming:
+        killed_at = time.monotonic()
+        healthy.kill(DECODE)
+    assert streaming.ended_at - killed_at < NOTICED_WITHIN_S
+    assert len(streaming.errors) == 1
+    assert streaming.num_done == 0
+    assert_unavailable(healthy, missing=DECODE, present=PREFILL)
+    healthy.restart(DECODE)
+    healthy.wait_ready()
+    assert complete(healthy.http, PROMPT, ignore_eos=True).num_tokens == 16
+
+
+def test_prefill_is_killed_amid_a_prompt_and_rejoins(healthy):
+    prompt = [10 + i % 200 for i in range(16000)]
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(healthy.http.post, "/v1/completions", json=body_of(prompt, max_tokens=2))
+        wait_until(lambda: not healthy.pools_are_empty(), within_s=10.0, what="the prompt is being computed")
+        killed_at = time.monotonic()
+        healthy.kill(PREFILL)
+        response = call.result(timeout=30.0)
+    assert time.monotonic() - killed_at < NOTICED_WITHIN_S
+    assert response.status_code == 502
+    assert set(response.json()) == {"error"}
+    assert_unavailable(healthy, missing=PREFILL, present=DECODE)
+    healthy.restart(PREFILL)
+    healthy.wait_ready()
+    assert complete(healthy.http, PROMPT, ignore_eos=True).num_tokens == 16
+
+
+def test_a_request_that_decode_runs_outlives_its_prefill_worker(healthy):
+    with Streaming(healthy, max_tokens=600) as streaming:
+        healthy.kill(PREFILL)
+    assert streaming.errors == []
+    assert streaming.num_done == 1
+    healthy.restart(PREFILL)
+
+
+def test_the_gateway_is_killed_and_the_workers_come_back(healthy):
+    with Streaming(healthy) as streaming:
+        healthy.kill(GATEWAY)
+    assert streaming.was_cut
+    healthy.restart(GATEWAY)
+    healthy.wait_ready()
+    assert complete(healthy.http, PROMPT, ignore_eos=True).num_tokens == 16
+
+
+def assert_unavailable(cluster: Cluster, *, missing: str, present: str) -> None:
+    """Both /health and a call say 503, and which role is missing."""
+    health = cluster.health()
+    assert health is not None
+    assert health.status_code == 503
+    assert missing in health.text
+    assert present not in health.text
+    response = cluster.http.post("/v1/completions", json=body_of(PROMPT))
+    assert response.status_code == 503
+    assert missing in response.json()["error"]["message"]
+
+
+# --- start and stop ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(tiny_model, tmp_path):
+    """A cluster with nothing started; whatever the test starts is stopped."""
+    cluster = Cluster(ClusterFlags(tiny_model, TINY_WORKERS), tmp_path)
+    try:
+        yield cluster
+    finally:
+        try:
+            cluster.stop_all()
+        finally:
+            print(cluster.logs())
+
+
+def test_workers_first_gateway_last_and_each_stops_in_time(stopped):
+    stopped.start_all(order=(DECODE, PREFILL))
+    time.sleep(6.0)  # long enough for both to have dialled nobody more than once
+    stopped.start(GATEWAY)
+    stopped.wait_ready()
+    assert complete(stopped.http, PROMPT, ignore_eos=True).num_tokens == 16
+    for role in ROLES:
+        start = time.monotonic()
+        stopped.stop(role)
+        assert time.monotonic() - start < EXIT_WITHIN_S
+
+
+def test_a_worker_of_another_model_is_refused_with_a_message_on_both_sides(stopped, tmp_path):
+    other = save_tiny_model("smollm2", tmp_path / "other", max_position_embeddings=16384, rms_norm_eps=1e-3)
+    stopped.start_all(order=(GATEWAY, PREFILL))
+    wait_until(lambda: stopped.health() is not None, within_s=30.0, what="the gateway listens")
+    wait_until(lambda: stopped.blocks(PREFILL), within_s=30.0, what="prefill is in")
+    for flags, difference in ((("--dtype", "bfloat16"), "dtype"), (("--model", str(other)), "config")):
+        misfit = stopped.start(DECODE, *flags)
+        assert misfit.wait(30.0) == 1
+        assert difference in misfit.output()
+        stopped.stop(DECODE)
+        assert difference in stopped[GATEWAY].output()
+        assert_unavailable(stopped, missing=DECODE, present=PREFILL)
+    stopped.start(DECODE)
+    stopped.wait_ready()
+    assert complete(stopped.http, PROMPT, ignore_eos=True).num_tokens == 16
+
+
+# --- fairness ----------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_delays_a_short_one_by_about_one_chunk(small_chunk_cluster, smollm2):
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    long_ids, short_ids = long_prompt(tokenizer), long_prompt(tokenizer, 20)
+    http = small_chunk_cluster.http
+    alone = min(time_of(http, short_ids[::-1][i:] + short_ids[:i]) for i in range(3))
+    with ThreadPoolExecutor(1) as pool:
+        start = time.monotonic()
+        long_call = pool.submit(time_of, http, long_ids)
+        time.sleep(0.5)
+        beside = [time_of(http, short_ids[i:] + short_ids[:i]) for i in (1, 2, 3)]
+        assert not long_call.done(), (
+            f"the long prompt was done before the short ones ({time.monotonic() - start:.1f} s)"
+        )
+        chunk = long_call.result() / (len(long_ids) / 64)
+    delays = [seconds - alone for seconds in beside]
+    # On shared cores one delay may be bad luck; the whole prompt ahead of it would be 47 chunks each time.
+    assert sorted(delays)[1] < 4 * chunk + 0.1, (alone, beside, chunk)
+
+
+def time_of(http, prompt) -> float:
+    """Seconds to the only token of a call."""
+    start = time.monotonic()
+    assert complete(http, prompt, max_tokens=1, ignore_eos=True).num_tokens == 1
+    return time.monotonic() - start
+
+
+def test_the_model_is_known_by_the_name_it_is_served_under(healthy):
+    assert [model["id"] for model in healthy.http.get("/v1/models").json()["data"]] == [MODEL_NAME]

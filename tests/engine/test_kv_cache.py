@@ -1,0 +1,100 @@
+"""Token ranges in and out of a pool."""
+
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import CapacityError
+from engine.kv_cache import KvCache, bytes_per_block
+from kernels.reference import ReferenceKernels
+from kvtransfer.messages import KvLayout
+
+CPU = torch.device("cpu")
+
+
+def make_cache(block_size: int, num_blocks: int, dtype: str = "float32") -> KvCache:
+    layout = KvLayout(num_layers=2, num_kv_heads=3, head_dim=4, dtype=dtype, block_size=block_size)
+    cache = KvCache(layout, num_blocks, ReferenceKernels(), CPU)
+    cache.fill(float("nan"))
+    return cache
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_range_travels_between_any_two_block_sizes(data):
+    num_tokens = data.draw(st.integers(1, 40))
+    source_size, target_size = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    start = data.draw(st.integers(0, num_tokens - 1))
+    stop = data.draw(st.integers(start + 1, num_tokens))
+    source_blocks = data.draw(st.permutations(range(-(-num_tokens // source_size))))
+    target_blocks = data.draw(st.permutations(range(-(-num_tokens // target_size))))
+    source, target = make_cache(source_size, len(source_blocks)), make_cache(target_size, len(target_blocks))
+    key, value = torch.randn(num_tokens, 3, 4), torch.randn(num_tokens, 3, 4)
+
+    source.splice(1, source_blocks, 0, num_tokens, key, value)
+    gathered = source.gather(1, source_blocks, start, stop)
+    assert all(part.is_contiguous() for part in gathered)
+    target.splice(1, target_blocks, start, stop, *gathered)
+    arrived = target.gather(1, target_blocks, start, stop)
+
+    assert torch.equal(arrived[0], key[start:stop])
+    assert torch.equal(arrived[1], value[start:stop])
+    written = (~target.layer(1)[0].isnan()).all(-1).all(-1).sum()
+    assert written == stop - start, "no slot outside the range is written"
+    assert target.layer(0)[0].isnan().all(), "no other layer is written"
+
+
+def test_head_ranges_are_spliced_one_by_one():
+    cache = make_cache(block_size=4, num_blocks=2)
+    key, value = torch.randn(5, 3, 4), torch.randn(5, 3, 4)
+    cache.splice(0, [1, 0], 0, 5, key[:, 1:], value[:, 1:], head_start=1)
+    assert cache.gather(0, [1, 0], 0, 5)[0][:, 0].isnan().all()
+    cache.splice(0, [1, 0], 0, 5, key[:, :1], value[:, :1])
+    assert torch.equal(cache.gather(0, [1, 0], 0, 5)[0], key)
+    assert torch.equal(cache.gather(0, [1, 0], 0, 5)[1], value)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "key_shape", "head_start"),
+    [
+        (0, 9, (9, 3, 4), 0),  # two blocks of 4 hold 8 tokens
+        (3, 3, (0, 3, 4), 0),
+        (0, 4, (5, 3, 4), 0),
+        (0, 4, (4, 3, 5), 0),
+        (0, 4, (4, 2, 4), 2),  # heads 2 and 3 of 3
+    ],
+)
+def test_splices_out_of_bounds_are_our_own_bug(start, stop, key_shape, head_start):
+    cache = make_cache(block_size=4, num_blocks=3)
+    with pytest.raises(AssertionError):
+        cache.splice(0, [0, 1], start, stop, torch.zeros(key_shape), torch.zeros(key_shape), head_start)
+    assert cache.layer(0)[0].isnan().all()
+
+
+def test_another_dtype_is_not_converted_silently():
+    with pytest.raises(AssertionError, match="bfloat16"):
+        make_cache(4, 1, "bfloat16").splice(0, [0], 0, 2, torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
+def test_sizes(dtype, itemsize):
+    cache = make_cache(block_size=4, num_blocks=5, dtype=dtype)
+    assert bytes_per_block(cache.layout) == 2 * 2 * 4 * 3 * 4 * itemsize
+    assert cache.num_bytes == 5 * bytes_per_block(cache.layout)
+    assert cache.num_tokens == 20
+
+
+def test_two_gib_cost_no_time():
+    layout = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_size=16)
+    begin = time.monotonic()
+    KvCache(layout, (2 << 30) // bytes_per_block(layout), ReferenceKernels(), CPU)
+    assert time.monotonic() - begin < 0.5
+
+
+def test_memory_that_the_device_does_not_have_is_a_capacity_error():
+    layout = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_size=16)
+    with pytest.raises(CapacityError, match=r"cpu has no .* GiB"):
+        KvCache(layout, (1 << 60) // bytes_per_block(layout), ReferenceKernels(), CPU)

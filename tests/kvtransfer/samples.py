@@ -1,0 +1,99 @@
+"""One valid message of each kind, with every field away from its default, and identities that fit each other."""
+
+from kvtransfer.messages import (
+    Cancel,
+    DecodeRequest,
+    DecodeTarget,
+    EndReason,
+    Fingerprint,
+    GatewayBeat,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    KvAbort,
+    KvCredit,
+    KvDone,
+    KvFirstToken,
+    KvGrant,
+    KvHeader,
+    KvHello,
+    KvLayout,
+    KvOffer,
+    KvRevoke,
+    KvWelcome,
+    LifetimeEvent,
+    Limits,
+    Load,
+    PrefillRequest,
+    Refused,
+    Reintroduce,
+    RequestEnd,
+    RequestOutput,
+    RequestSpec,
+    Role,
+    SamplingParams,
+    StepOutput,
+    Welcome,
+)
+
+FINGERPRINT = Fingerprint(architecture="Llama", config="c0", weights="w0", dtype="float32", vocab_size=100)
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32", block_size=4)
+TARGET = DecodeTarget("decode-0", "g2", "tcp://127.0.0.1:9")
+
+SAMPLING = SamplingParams(
+    max_tokens=7,
+    seed=-(1 << 63),
+    temperature=0.5,
+    top_k=3,
+    top_p=0.25,
+    min_p=0.125,
+    repetition_penalty=1.5,
+    presence_penalty=-2.0,
+    frequency_penalty=2.0,
+    logit_bias={5: -100.0, 0: 100.0},
+    min_tokens=2,
+    ignore_eos=True,
+    stop_token_ids=(4, 2),
+    choice_index=1,
+)
+SPEC = RequestSpec("r:1.a-b_c", 3, (0, (1 << 31) - 1), SAMPLING)
+OUTPUT = RequestOutput(
+    "r", 0, 4, (9, 8), RequestEnd(EndReason.STOP, "done"), {LifetimeEvent.RECEIVED: 0.0, LifetimeEvent.ENDED: 2.5}
+)
+
+FROM_WORKER = (
+    Hello(1, Role.DECODE, "decode-0", "g2", FINGERPRINT, LAYOUT, Limits(10, 2, 64), "tcp://127.0.0.1:9"),
+    Heartbeat("g2", 5, Load(1, 2, 0.5, 3, 4), draining=True),
+    StepOutput("g2", (OUTPUT, RequestOutput("q", 1, 0))),
+    Goodbye("g2", "because"),
+)
+FROM_GATEWAY = (
+    Welcome("e"),
+    Refused("differs"),
+    Reintroduce("e"),
+    GatewayBeat("e"),
+    PrefillRequest(SPEC, TARGET),
+    PrefillRequest(SPEC, None),
+    DecodeRequest(SPEC, "prefill-0", "g1"),
+    Cancel("r", 1 << 16),
+)
+FROM_PREFILL = (
+    KvHello(1, "prefill-0", "g1", FINGERPRINT, LAYOUT),
+    KvOffer("r", 0, 12),
+    KvHeader("r", 0, 1, 2, 3, 0, 2, "float32"),
+    KvFirstToken("r", 0, 99),
+    KvAbort("r", 0, "gone"),
+)
+FROM_DECODE = (
+    KvWelcome("g2"),
+    Refused("differs"),
+    KvGrant("r", 0, 4, 1 << 20),
+    KvCredit("r", 0, 512),
+    KvDone("r", 0),
+    KvRevoke("r", 0, "no longer wanted"),
+)
+
+
+def spec(request_id: str = "r", num_prompt: int = 4, max_tokens: int = 4, attempt: int = 0, **sampling) -> RequestSpec:
+    params = SamplingParams(max_tokens=max_tokens, seed=1, **sampling)
+    return RequestSpec(request_id, attempt, tuple(range(10, 10 + num_prompt)), params)

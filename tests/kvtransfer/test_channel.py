@@ -1,0 +1,391 @@
+"""The sockets: each option by its effect where that is cheap, else by its value; and garbage that stays an error value."""
+
+import asyncio
+import socket as tcp
+import time
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from kvtransfer.channel import (
+    CONTROL_HWM,
+    KV_HWM,
+    ControlClient,
+    ControlServer,
+    KvBody,
+    KvDialer,
+    KvListener,
+    bind,
+    endpoint_port,
+    tcp_endpoint,
+)
+from kvtransfer.errors import MessageError, SettingsError
+from kvtransfer.mailbox import Mailbox
+from kvtransfer.messages import (
+    MAX_BODY_BYTES,
+    MAX_CONTROL_BYTES,
+    GatewayBeat,
+    Heartbeat,
+    KvDone,
+    KvHeader,
+    KvOffer,
+    Load,
+    encode,
+)
+
+BEAT = Heartbeat("g1", 1, Load(0, 0, 0.0))
+OFFER = KvOffer("r", 0, 4)
+HEADER = KvHeader("r", 0, 0, 0, 4, 0, 2, "float32")
+PATIENCE_S = 10.0
+
+
+@pytest.fixture
+def listener():
+    made = KvListener("127.0.0.1", 0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def dialer():
+    made = KvDialer("prefill-0/g1")
+    yield made
+    made.close()
+
+
+@contextmanager
+def raw_dealer(endpoint: str, name: bytes = b"raw"):
+    """A peer that may send anything."""
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.ROUTING_ID, name)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(endpoint)
+    try:
+        yield socket
+    finally:
+        socket.close()
+        context.term()
+
+
+def free_endpoint() -> str:
+    """Where nobody listens."""
+    with tcp.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return tcp_endpoint("127.0.0.1", probe.getsockname()[1])
+
+
+def receive(polled, seconds: float = PATIENCE_S):
+    """What `polled` receives first, or None."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        polled.poll(0.05)
+        if got := polled.receive():
+            return got
+    return None
+
+
+def until(condition, seconds: float = PATIENCE_S) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return bool(condition())
+
+
+def in_loop(scenario):
+    """Runs `scenario(server)` in an event loop around a ControlServer."""
+
+    async def run() -> None:
+        server = ControlServer("127.0.0.1", 0)
+        try:
+            await asyncio.wait_for(scenario(server), 30)
+        finally:
+            server.close()
+
+    asyncio.run(run())
+
+
+# --- options
+
+
+OPTIONS = {
+    zmq.LINGER: 200,
+    zmq.HANDSHAKE_IVL: 5_000,
+    zmq.HEARTBEAT_IVL: 500,
+    zmq.HEARTBEAT_TIMEOUT: 2_000,
+    zmq.RECONNECT_IVL: 100,
+    zmq.RECONNECT_IVL_MAX: 1_000,
+    zmq.TCP_KEEPALIVE: 1,
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_every_socket_has_the_option(option, listener, dialer):
+    dialer.dial("decode-0", listener.endpoint)
+    client = ControlClient("w", [listener.endpoint])
+    try:
+        for socket in (listener._socket, dialer._sockets["decode-0"], client._sockets[listener.endpoint]):
+            assert socket.getsockopt(option) == OPTIONS[option]
+    finally:
+        client.close()
+
+    async def scenario(server) -> None:
+        assert server._socket.getsockopt(option) == OPTIONS[option]
+
+    in_loop(scenario)
+
+
+def test_queues_are_bounded_on_both_sides(listener, dialer):
+    dialer.dial("decode-0", listener.endpoint)
+    for socket in (listener._socket, dialer._sockets["decode-0"]):
+        assert (socket.getsockopt(zmq.SNDHWM), socket.getsockopt(zmq.RCVHWM)) == (KV_HWM, KV_HWM)
+
+    async def scenario(server) -> None:
+        assert server._socket.getsockopt(zmq.SNDHWM) == server._socket.getsockopt(zmq.RCVHWM) == CONTROL_HWM
+
+    in_loop(scenario)
+
+
+def test_a_full_queue_fails_the_send_and_kv_may_be_queued_for_a_peer_that_is_not_up_yet(dialer):
+    dialer.dial("decode-0", free_endpoint())
+    taken = [dialer.send("decode-0", OFFER) for _ in range(KV_HWM + 1)]
+    assert taken == [True] * KV_HWM + [False]
+    assert not dialer.has_room("decode-0")
+
+
+def test_poll_returns_when_a_full_queue_has_room_again(dialer):
+    endpoint = free_endpoint()
+    dialer.dial("decode-0", endpoint)
+    while dialer.send("decode-0", OFFER):
+        pass
+    listener = KvListener("127.0.0.1", endpoint_port(endpoint))
+    try:
+        before = time.monotonic()
+        dialer.poll(PATIENCE_S)
+        assert time.monotonic() - before < PATIENCE_S / 2
+        assert dialer.has_room("decode-0")
+        before = time.monotonic()
+        dialer.poll(0.1)
+        assert time.monotonic() - before > 0.05, "room is waited for only after a full queue"
+    finally:
+        listener.close()
+
+
+def test_control_messages_are_not_queued_for_a_gateway_that_is_not_up(listener):
+    client = ControlClient("w", [free_endpoint(), listener.endpoint])
+    try:
+        down, up = client._sockets
+        assert until(lambda: client.send(up, BEAT))
+        assert not client.send(down, BEAT)
+    finally:
+        client.close()
+
+
+def test_a_frame_above_the_bound_costs_its_sender_the_link_and_nobody_else_anything(listener, dialer):
+    dialer.dial("decode-0", listener.endpoint)
+    with raw_dealer(listener.endpoint) as raw:
+        raw.send_multipart([encode(HEADER), bytes(MAX_BODY_BYTES + 1), b""])
+        assert receive(listener, 0.3) is None
+        body = bytes(range(256)) * (MAX_BODY_BYTES // 256)
+        dialer.send("decode-0", HEADER, KvBody(memoryview(body), memoryview(body)))
+        link, message, received = receive(listener)
+        assert (link, message) == (b"prefill-0/g1", HEADER)
+        assert bytes(received.k) == bytes(received.v) == body
+
+
+def test_a_control_frame_above_the_bound_is_refused_by_libzmq():
+    async def scenario(server) -> None:
+        assert server._socket.getsockopt(zmq.MAXMSGSIZE) == MAX_CONTROL_BYTES
+
+    in_loop(scenario)
+
+
+def test_a_message_for_an_unknown_peer_is_not_sent(listener):
+    assert not listener.send(b"nobody", KvDone("r", 0))
+
+    async def scenario(server) -> None:
+        assert not server.send("nobody", GatewayBeat("e"))
+        assert not server.send("\N{REPLACEMENT CHARACTER}", GatewayBeat("e"))
+
+    in_loop(scenario)
+
+
+def test_a_restarted_peer_takes_over_its_name(listener):
+    with raw_dealer(listener.endpoint, b"same") as old:
+        old.send(encode(OFFER))
+        assert receive(listener)[0] == b"same"
+        with raw_dealer(listener.endpoint, b"same") as new:
+            new.send(encode(OFFER))
+            assert receive(listener)[0] == b"same"
+            assert listener.send(b"same", KvDone("r", 0))
+            assert new.poll(PATIENCE_S * 1000)
+            assert not old.poll(0)
+
+
+def test_a_link_that_is_cut_comes_back_by_itself(dialer):
+    endpoint = free_endpoint()
+    dialer.dial("decode-0", endpoint)
+    for _ in range(2):
+        listener = KvListener("127.0.0.1", endpoint_port(endpoint))
+        try:
+            dialer.send("decode-0", OFFER)
+            assert receive(listener)[1] == OFFER
+        finally:
+            listener.close()
+
+
+def test_closing_does_not_wait_for_peers_that_never_come():
+    dialer, client = KvDialer("p/g"), ControlClient("w", [free_endpoint()])
+    dialer.dial("decode-0", free_endpoint())
+    dialer.dial("decode-1", free_endpoint())
+    for _ in range(10):
+        dialer.send("decode-0", OFFER)
+        dialer.send("decode-1", OFFER)
+    before = time.monotonic()
+    dialer.hang_up("decode-1")
+    dialer.close()
+    client.close()
+    assert time.monotonic() - before < 2.0
+
+
+def test_what_was_sent_last_arrives_although_the_client_closes_at_once():
+    async def scenario(server) -> None:
+        client = ControlClient("w", [server.endpoint])
+        assert until(lambda: client.send(server.endpoint, BEAT))
+        for progress in range(2, 50):
+            client.send(server.endpoint, Heartbeat("g1", progress, Load(0, 0, 0.0)))
+        client.close()
+        received = [(await server.receive())[1].progress for _ in range(49)]
+        assert received == list(range(1, 50))
+
+    in_loop(scenario)
+
+
+# --- addresses
+
+
+def test_a_taken_port_is_a_settings_error(listener):
+    with pytest.raises(SettingsError, match="cannot listen on 127.0.0.1"):
+        KvListener("127.0.0.1", endpoint_port(listener.endpoint))
+
+
+@pytest.mark.parametrize("endpoint", ["", "nonsense", "tcp://", "tcp://127.0.0.1", "udp://127.0.0.1:1", "tcp://a:b"])
+def test_an_endpoint_that_cannot_be_dialled_is_a_settings_error_and_leaves_nothing_open(endpoint):
+    dialer = KvDialer("p/g")
+    with pytest.raises(SettingsError, match="expected tcp://HOST:PORT"):
+        dialer.dial("decode-0", endpoint)
+    before = time.monotonic()
+    dialer.close()
+    assert time.monotonic() - before < 2.0
+
+
+def test_ipv6_addresses_are_bracketed():
+    assert tcp_endpoint("::1", 5) == "tcp://[::1]:5"
+    assert tcp_endpoint("[::1]", 5) == "tcp://[::1]:5"
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    try:
+        assert endpoint_port(bind(socket, "127.0.0.1", 0)) > 0
+    finally:
+        socket.close()
+        context.term()
+
+
+# --- messages
+
+
+def test_kv_messages_arrive_with_and_without_bodies(listener, dialer):
+    dialer.dial("decode-0", listener.endpoint)
+    dialer.send("decode-0", OFFER)
+    dialer.send("decode-0", HEADER, KvBody(memoryview(b"kkkk"), memoryview(b"vvvv")))
+    assert receive(listener) == (b"prefill-0/g1", OFFER, None)
+    link, message, body = receive(listener)
+    assert (link, message, bytes(body.k), bytes(body.v)) == (b"prefill-0/g1", HEADER, b"kkkk", b"vvvv")
+    assert listener.send(link, KvDone("r", 0))
+    assert receive(dialer) == [("decode-0", KvDone("r", 0))]
+
+
+GARBAGE = [[b""], [b"\xc1"], [b"", b""], [encode(OFFER), b"k"], [encode(OFFER)] * 5, [b"x"] * 200]
+
+
+@pytest.mark.parametrize("frames", GARBAGE, ids=len)
+@pytest.mark.parametrize("name", [b"raw", b"\xff\xfe\x80"], ids=["text", "not-utf-8"])
+def test_garbage_at_the_kv_listener_is_an_error_value(frames, name, listener):
+    with raw_dealer(listener.endpoint, name) as raw:
+        raw.send_multipart(frames)
+        link, message, _ = receive(listener)
+        assert link == name
+        assert isinstance(message, MessageError)
+        raw.send(encode(OFFER))
+        assert receive(listener)[1] == OFFER
+
+
+@pytest.mark.parametrize("frames", GARBAGE, ids=len)
+@pytest.mark.parametrize(("name", "shown"), [(b"raw", "raw"), (b"\xff\x80", "\N{REPLACEMENT CHARACTER}" * 2)])
+def test_garbage_at_the_control_server_is_an_error_value(frames, name, shown):
+    async def scenario(server) -> None:
+        with raw_dealer(server.endpoint, name) as raw:
+            raw.send_multipart(frames)
+            sender, message = await server.receive()
+            assert sender == shown
+            assert isinstance(message, MessageError)
+            raw.send(encode(BEAT))
+            assert await server.receive() == (shown, BEAT)
+
+    in_loop(scenario)
+
+
+def test_garbage_from_the_other_side_is_an_error_value(dialer):
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    endpoint = bind(router, "127.0.0.1", 0)
+    client = ControlClient("w", [endpoint])
+    try:
+        dialer.dial("decode-0", endpoint)
+        dialer.send("decode-0", OFFER)
+        assert until(lambda: client.send(endpoint, BEAT))
+        names = {router.recv_multipart()[0] for _ in range(2)}
+        assert names == {b"prefill-0/g1", b"w"}
+        for name in names:
+            router.send_multipart([name, b"\xc1", b"more"])
+        [(peer, kv_error)] = receive(dialer)
+        [(gateway, control_error)] = receive(client)
+        assert (peer, gateway) == ("decode-0", endpoint)
+        assert isinstance(kv_error, MessageError)
+        assert isinstance(control_error, MessageError)
+    finally:
+        client.close()
+        router.close()
+        context.term()
+
+
+def test_sending_never_swallows_the_wake_up_of_a_waiting_receive():
+    """ZeroMQ's file descriptor is edge-triggered: a send takes in what has arrived, and then nobody is woken."""
+
+    async def scenario(server) -> None:
+        client = ControlClient("w", [server.endpoint])
+        assert until(lambda: client.send(server.endpoint, BEAT))
+        await server.receive()
+        for _ in range(3):
+            waiting = asyncio.ensure_future(server.receive())
+            await asyncio.sleep(0.01)
+            client.send(server.endpoint, BEAT)
+            client.poll(0.03)  # the message arrives while the loop is busy, and then the loop sends
+            assert server.send("w", GatewayBeat("e"))
+            assert await asyncio.wait_for(waiting, 5) == ("w", BEAT)
+        client.close()
+
+    in_loop(scenario)
+
+
+def test_a_mailbox_ends_the_wait_for_sockets(listener):
+    mailbox = Mailbox()
+    listener.watch(mailbox)
+    mailbox.put("wake")
+    before = time.monotonic()
+    listener.poll(PATIENCE_S)
+    assert time.monotonic() - before < PATIENCE_S / 2
+    assert listener.receive() is None
+    mailbox.close()

@@ -1,0 +1,192 @@
+"""What prefill owes: the window holds, each (layer, token) is shipped exactly once, the oldest chunk first."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.errors import ProtocolError
+from kvtransfer.outgoing import OutgoingBook, OutgoingTransfer, Piece
+
+BYTES = 10  # of one token and layer, K and V
+
+
+def transfer(num_tokens=8, num_layers=2, max_piece_tokens=4, key=("r", 0)) -> OutgoingTransfer:
+    return OutgoingTransfer(key, num_tokens, num_layers, BYTES, max_piece_tokens)
+
+
+def ship(outgoing: OutgoingTransfer) -> list[Piece]:
+    """Ships all that may go now."""
+    pieces = []
+    while piece := outgoing.next_piece():
+        outgoing.shipped(piece)
+        pieces.append(piece)
+    return pieces
+
+
+def test_nothing_goes_without_a_grant_or_before_it_is_computed():
+    outgoing = transfer()
+    outgoing.mark_ready(0, 4)
+    assert outgoing.next_piece() is None
+    outgoing.grant(0, 1000)
+    assert ship(outgoing) == [Piece(0, 0, 4)]
+    outgoing.mark_ready(1, 4)
+    assert ship(outgoing) == [Piece(1, 0, 4)]
+    assert not outgoing.all_shipped
+
+
+def test_a_piece_is_never_longer_than_a_frame():
+    outgoing = transfer(num_layers=1)
+    outgoing.grant(0, 1000)
+    outgoing.mark_ready(0, 7)
+    assert ship(outgoing) == [Piece(0, 0, 4), Piece(0, 4, 7)]
+
+
+def test_the_chunk_that_has_waited_longest_goes_first():
+    outgoing = transfer()
+    outgoing.grant(0, 1000)
+    for stop in (4, 8):
+        for layer in (0, 1):
+            outgoing.mark_ready(layer, stop)
+    assert ship(outgoing) == [Piece(0, 0, 4), Piece(1, 0, 4), Piece(0, 4, 8), Piece(1, 4, 8)]
+    assert outgoing.all_shipped
+
+
+def test_the_window_is_kept_to_the_byte_and_credits_open_it():
+    outgoing = transfer(num_layers=1)
+    outgoing.grant(0, 39)
+    outgoing.mark_ready(0, 8)
+    assert ship(outgoing) == [Piece(0, 0, 3)]
+    outgoing.credit(10)
+    assert ship(outgoing) == [Piece(0, 3, 4)]
+    outgoing.credit(40)
+    assert ship(outgoing) == [Piece(0, 4, 7)]
+    assert outgoing.in_flight_bytes == 30
+
+
+def test_a_window_smaller_than_a_token_lets_one_token_at_a_time_through():
+    outgoing = transfer(num_layers=1, num_tokens=3)
+    outgoing.grant(0, 1)
+    outgoing.mark_ready(0, 3)
+    for token in range(3):
+        assert ship(outgoing) == [Piece(0, token, token + 1)]
+        outgoing.credit(BYTES * (token + 1))
+    assert outgoing.all_shipped
+
+
+def test_only_tokens_from_the_granted_one_on_are_shipped():
+    outgoing = transfer()
+    outgoing.mark_ready(0, 4)
+    outgoing.grant(5, 1000)
+    assert ship(outgoing) == []
+    for layer in (0, 1):
+        outgoing.mark_ready(layer, 8)
+    assert ship(outgoing) == [Piece(0, 5, 8), Piece(1, 5, 8)]
+    assert outgoing.all_shipped
+
+
+def test_a_receiver_that_has_it_all_gets_no_piece():
+    outgoing = transfer()
+    outgoing.grant(8, 1000)
+    assert outgoing.all_shipped
+    assert ship(outgoing) == []
+
+
+def test_a_repeated_grant_changes_nothing():
+    outgoing = transfer(num_layers=1)
+    outgoing.grant(0, 20)
+    outgoing.mark_ready(0, 8)
+    ship(outgoing)
+    outgoing.grant(0, 1000)
+    assert ship(outgoing) == []
+
+
+def test_breaches_of_the_receiver_are_protocol_errors():
+    outgoing = transfer()
+    with pytest.raises(ProtocolError, match="from token 9 of 8"):
+        outgoing.grant(9, 10)
+    outgoing.grant(0, 1000)
+    outgoing.mark_ready(0, 2)
+    ship(outgoing)
+    with pytest.raises(ProtocolError, match="21 bytes, 20 sent"):
+        outgoing.credit(21)
+    outgoing.credit(20)
+    outgoing.credit(10)
+    assert outgoing.credited_bytes == 20
+
+
+def test_own_bugs_are_assertions():
+    outgoing = transfer()
+    outgoing.mark_ready(0, 4)
+    with pytest.raises(AssertionError):
+        outgoing.mark_ready(0, 3)
+    with pytest.raises(AssertionError):
+        outgoing.mark_ready(0, 9)
+    with pytest.raises(AssertionError):
+        outgoing.shipped(Piece(0, 1, 2))
+
+
+def test_the_book_is_oldest_first_and_closes_once():
+    book = OutgoingBook()
+    first, second = transfer(key=("a", 0)), transfer(key=("a", 1))
+    book.open(first)
+    book.open(second)
+    assert [entry.key for entry in book] == [("a", 0), ("a", 1)]
+    with pytest.raises(AssertionError):
+        book.open(transfer(key=("a", 0)))
+    assert book.close(("a", 0)) is first
+    assert book.close(("a", 0)) is None
+    assert book.find(("a", 0)) is None
+    assert book.find(("a", 1)) is second
+    assert len(book) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_any_interleaving_ships_every_token_of_every_layer_once(data):
+    num_tokens, num_layers = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3))
+    first_token = data.draw(st.integers(0, num_tokens))
+    window = data.draw(st.integers(1, 80))
+    outgoing = transfer(num_tokens, num_layers, data.draw(st.integers(1, 5)))
+    ready, shipped = [0] * num_layers, []
+
+    def check_and_ship() -> None:
+        for _ in range(data.draw(st.integers(0, 4))):
+            if (piece := outgoing.next_piece()) is None:
+                return
+            assert piece.start < piece.stop <= ready[piece.layer]
+            outgoing.shipped(piece)
+            assert outgoing.in_flight_bytes <= max(window, BYTES)
+            shipped.extend((piece.layer, token) for token in range(piece.start, piece.stop))
+
+    granted = False
+    for _ in range(400):
+        events = ["ship"]
+        events += ["ready"] if min(ready) < num_tokens else []
+        events += [] if granted else ["grant"]
+        events += ["credit"] if outgoing.in_flight_bytes else []
+        event = data.draw(st.sampled_from(events))
+        if event == "ready":
+            layer = min(range(num_layers), key=lambda index: ready[index])
+            ready[layer] = data.draw(st.integers(ready[layer] + 1, num_tokens))
+            outgoing.mark_ready(layer, ready[layer])
+        elif event == "grant":
+            outgoing.grant(first_token, window)
+            granted = True
+        elif event == "credit":
+            outgoing.credit(data.draw(st.integers(outgoing.credited_bytes, outgoing.sent_bytes)))
+        else:
+            check_and_ship()
+        if outgoing.all_shipped:
+            break
+    else:  # hypothesis may idle for long: finish by the shortest way
+        outgoing.grant(first_token, window)
+        for layer in range(num_layers):
+            ready[layer] = num_tokens
+            outgoing.mark_ready(layer, num_tokens)
+        while piece := outgoing.next_piece():
+            outgoing.shipped(piece)
+            outgoing.credit(outgoing.sent_bytes)
+            shipped.extend((piece.layer, token) for token in range(piece.start, piece.stop))
+    expected = [(layer, token) for layer in range(num_layers) for token in range(first_token, num_tokens)]
+    assert sorted(shipped) == expected
+    assert outgoing.all_shipped

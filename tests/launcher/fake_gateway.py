@@ -1,0 +1,38 @@
+"""A gateway for the launcher's tests: green on the third look, one canned completion.
+
+python -m tests.launcher.fake_gateway PORT
+"""
+
+import json
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+
+class Handler(BaseHTTPRequestHandler):
+    looks = 0
+
+    def do_GET(self):
+        Handler.looks += 1
+        self.reply(200 if Handler.looks >= 3 else 503, b"no decode worker")
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["model"] != "tiny" or self.headers["Authorization"] != "Bearer open-sesame":
+            self.reply(404, b"no such model")
+            return
+        events = [{"choices": [{"text": text}]} for text in (" Paris", ", of", " course.")]
+        lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+        self.reply(200, "".join([": keep-alive\n\n", *lines, "data: [DONE]\n\n"]).encode())
+
+    def reply(self, status, body):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+if __name__ == "__main__":
+    HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

@@ -1,0 +1,135 @@
+"""compose.yaml and Dockerfile: what each service runs is what our own parsers accept."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from decode.config import DecodeConfig
+from gateway.config import GatewayConfig
+from kvtransfer.settings import parse
+from launcher.config import FetchConfig, HealthConfig
+from prefill.config import PrefillConfig
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CONFIGS = {
+    "gateway": GatewayConfig,
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+    "fetch-model": FetchConfig,
+    "health": HealthConfig,
+}
+NODE = {"NODE_ADDRESS": "10.0.0.2", "GATEWAY_ADDRESS": "10.0.0.1"}
+INNERMOST = re.compile(r"\$\{([A-Z_]+):-([^${}]*)\}")
+
+
+def load(variables):
+    """The services of compose.yaml with ${NAME:-default} filled in as docker compose does."""
+    text = (ROOT / "compose.yaml").read_text()
+    while INNERMOST.search(text):
+        text = INNERMOST.sub(lambda match: variables.get(match[1]) or match[2], text)
+    assert "${" not in text
+    return yaml.safe_load(text)["services"]
+
+
+def command_config(service):
+    role, *argv = service["command"]
+    return parse(CONFIGS[role], argv, service["environment"], f"kvsplice {role}", "")
+
+
+def in_profile(profile):
+    return {name for name, service in load({}).items() if profile in service["profiles"]}
+
+
+def test_profiles():
+    assert in_profile("prefill-node") == {"fetch-model", "gateway", "prefill"}
+    assert in_profile("decode-node") == {"fetch-model", "decode"}
+    assert in_profile("cpu") == {"fetch-model", "gateway", "prefill-cpu", "decode-cpu"}
+    assert {profile for service in load({}).values() for profile in service["profiles"]} == {
+        "prefill-node",
+        "decode-node",
+        "cpu",
+    }
+
+
+@pytest.mark.parametrize("name", sorted(load({})))
+def test_commands_are_accepted(name):
+    assert command_config(load(NODE)[name]).model == "smollm2-135m"
+
+
+def test_addresses_fit_each_other():
+    services = load(NODE)
+    gateway, prefill, decode = (command_config(services[name]) for name in ("gateway", "prefill", "decode"))
+    assert prefill.gateway == (f"tcp://gateway:{gateway.control_port}",)
+    assert decode.gateway == (f"tcp://10.0.0.1:{gateway.control_port}",)
+    assert decode.kv_dial_host == "10.0.0.2"
+    assert services["decode"]["ports"] == [f"10.0.0.2:{decode.kv_port}:{decode.kv_port}"]
+    assert services["gateway"]["ports"] == [
+        f"10.0.0.2:{gateway.port}:{gateway.port}",
+        f"10.0.0.2:{gateway.control_port}:{gateway.control_port}",
+    ]
+
+
+def test_on_one_machine_nothing_is_published_but_http_and_control_on_loopback():
+    services = load({})
+    published = [port for name in in_profile("cpu") for port in services[name].get("ports", [])]
+    assert sorted(published) == ["127.0.0.1:8000:8000", "127.0.0.1:8790:8790"]
+    assert command_config(services["decode-cpu"]).kv_dial_host == "decode-cpu"
+
+
+def test_a_decode_node_without_its_addresses_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        command_config(load({})["decode"])
+    assert "--kv-advertise-host (KVSPLICE_KV_ADVERTISE_HOST) must not be empty" in capsys.readouterr().err
+
+
+def test_gpus_are_reserved_where_they_are_used():
+    for name, service in load(NODE).items():
+        devices = [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]
+        wanted = {"resources": {"reservations": {"devices": devices}}} if name in ("prefill", "decode") else None
+        assert service.get("deploy") == wanted, name
+
+
+def test_the_grace_period_fits_the_drain():
+    for name, service in load(NODE).items():
+        if name != "fetch-model":
+            assert int(service["stop_grace_period"].rstrip("s")) > command_config(service).shutdown_timeout_s + 5
+
+
+def test_roles_wait_for_the_model_and_share_its_volume():
+    for name, service in load(NODE).items():
+        assert service["volumes"] == ["models:/models"]
+        wanted = {} if name == "fetch-model" else {"fetch-model": {"condition": "service_completed_successfully"}}
+        assert service["depends_on"] == wanted
+        assert service["restart"] == ("no" if name == "fetch-model" else "unless-stopped")
+    assert load({"MODEL_VOLUME": "./here"})["gateway"]["volumes"] == ["./here:/models"]
+
+
+@pytest.mark.parametrize("name", sorted(set(load({})) - {"fetch-model"}))
+def test_health_checks_ask_about_the_service_itself(name):
+    service = load(NODE)[name]
+    how, program, command, *argv = service["healthcheck"]["test"]
+    assert (how, program, command) == ("CMD", "kvsplice", "health")
+    asked = parse(HealthConfig, argv, {}, "kvsplice health", "")
+    assert asked.worker_id == (None if name == "gateway" else command_config(service).worker_id)
+    assert asked.url.endswith(":8000")
+
+
+def test_images():
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert set(re.findall(r"^FROM \S+ AS (\S+)$", dockerfile, re.MULTILINE)) == {"base", "worker", "gateway"}
+    used = {name: service["build"]["target"] for name, service in load({}).items()}
+    assert {target for name, target in used.items() if name != "gateway"} == {"worker"}
+    assert used["gateway"] == "gateway"
+    gateway_stage = dockerfile.partition("AS gateway")[2]
+    assert "[gateway]" in gateway_stage
+    assert "torch==" not in gateway_stage
+
+
+def test_the_build_context_has_all_that_is_copied():
+    ignored = (ROOT / ".dockerignore").read_text()
+    for line in re.findall(r"^COPY (.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE):
+        for source in line.split()[:-1]:
+            assert (ROOT / source).exists(), source
+            assert f"\n!{source}\n" in ignored, source

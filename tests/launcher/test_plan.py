@@ -1,0 +1,128 @@
+"""The command lines of the children are what the roles' own parsers accept."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from decode.config import DecodeConfig
+from gateway.config import GatewayConfig
+from kvtransfer.settings import parse
+from launcher.config import ServeConfig
+from launcher.plan import Machine, plan, served_names
+from prefill.config import PrefillConfig
+
+CLASSES = {"gateway": GatewayConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
+MODEL = Path("/models/tiny")
+
+
+def planned(config=None, *, cores=8, gpus=(), environ=None):
+    """name -> (the config that the child will see, its environment)"""
+    machine = Machine(cores=cores, gpus=gpus, http_port=8123, control_port=9123)
+    children = {}
+    for child in plan(config or ServeConfig(), MODEL, machine, environ or {}):
+        assert child.command[2:4] == ("-m", "launcher.child")
+        role = child.command[4]
+        parsed = parse(CLASSES[role], child.command[5:], child.environ, "child", "")
+        children[child.name] = (parsed, child.environ)
+    return children
+
+
+def test_defaults():
+    children = planned()
+    assert list(children) == ["gateway", "prefill-0", "decode-0"]
+    gateway, prefill, decode = (config for config, _ in children.values())
+    assert (gateway.port, gateway.control_port, gateway.control_host) == (8123, 9123, "127.0.0.1")
+    assert gateway.served_names == ("smollm2-135m",)
+    assert prefill.gateway == decode.gateway == ("tcp://127.0.0.1:9123",)
+    assert {config.model for config in (gateway, prefill, decode)} == {"/models/tiny"}
+    assert prefill.cpu_threads == decode.cpu_threads == 4
+    assert (prefill.worker_id, decode.worker_id) == ("prefill-0", "decode-0")
+    assert gateway.shutdown_timeout_s == decode.shutdown_timeout_s == 3.0
+
+
+def test_settings_are_passed_on():
+    config = ServeConfig(
+        prefill=2,
+        decode=3,
+        dtype="float32",
+        max_model_len=100,
+        max_num_batched_tokens=64,
+        max_num_seqs=5,
+        block_size=32,
+        kv_cache_gib=0.25,
+        default_seed=-7,
+        host="0.0.0.0",
+        log_level="debug",
+        cpu_threads=1,
+        served_model_name=("a", "b"),
+    )
+    children = planned(config, cores=1)
+    assert list(children) == ["gateway", "prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+    gateway = children["gateway"][0]
+    assert (gateway.host, gateway.default_seed, gateway.served_names) == ("0.0.0.0", -7, ("a", "b"))
+    for name in list(children)[1:]:
+        worker = children[name][0]
+        assert (worker.dtype, worker.max_model_len, worker.max_num_seqs) == ("float32", 100, 5)
+        assert (worker.block_size, worker.kv_cache_gib, worker.cpu_threads) == (32, 0.25, 1)
+        assert worker.log_level == "debug"
+    assert children["prefill-1"][0].max_num_batched_tokens == 64
+
+
+def test_the_environment_cannot_break_the_plan():
+    """Variables meant for a role alone on its node lose against what the launcher needs; others go through."""
+    environ = {
+        "KVSPLICE_KV_PORT": "7000",
+        "KVSPLICE_KV_HOST": "10.0.0.1",
+        "KVSPLICE_KV_ADVERTISE_HOST": "10.0.0.1",
+        "KVSPLICE_CONTROL_PORT": "7001",
+        "KVSPLICE_CONTROL_HOST": "10.0.0.1",
+        "KVSPLICE_GATEWAY": "tcp://10.0.0.1:1",
+        "KVSPLICE_WORKER_ID": "same",
+        "KVSPLICE_LEASE_S": "12",
+        "KVSPLICE_DEAD_AFTER_S": "1.5",
+    }
+    children = planned(ServeConfig(decode=2), environ=environ)
+    for name in ("decode-0", "decode-1"):
+        decode = children[name][0]
+        assert (decode.kv_port, decode.kv_dial_host, decode.worker_id, decode.lease_s) == (0, "127.0.0.1", name, 12.0)
+        assert decode.gateway == ("tcp://127.0.0.1:9123",)
+    assert children["gateway"][0].control_port == 9123
+    assert children["gateway"][0].dead_after_s == 1.5
+
+
+def test_the_key_is_in_no_command_line():
+    config = ServeConfig(api_key="open-sesame")
+    machine = Machine(cores=1, gpus=(), http_port=1, control_port=2)
+    children = plan(config, MODEL, machine, {"KVSPLICE_API_KEY": "open-sesame"})
+    assert not any("open-sesame" in word for child in children for word in child.command)
+    assert [child.environ.get("KVSPLICE_API_KEY") for child in children] == ["open-sesame", None, None]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        ((), [None, None, None]),
+        (("0", "1", "2", "3"), [("0", 0.9), ("1", 0.9), ("2", 0.9)]),
+        (("4", "5"), [("4", 0.45), ("5", 0.9), ("4", 0.45)]),
+        (("0",), [("0", pytest.approx(0.3))] * 3),
+    ],
+)
+def test_gpus_are_dealt_out_in_turn(gpus, expected):
+    children = planned(ServeConfig(decode=2), gpus=gpus)
+    found = [
+        (environ["CUDA_VISIBLE_DEVICES"], worker.gpu_memory_utilization) if "CUDA_VISIBLE_DEVICES" in environ else None
+        for worker, environ in list(children.values())[1:]
+    ]
+    assert found == expected
+
+
+def test_served_names_follow_the_model(tmp_path):
+    assert served_names(ServeConfig(model=str(tmp_path))) == (tmp_path.name,)
+    assert served_names(ServeConfig(model="org/name")) == ("org/name",)
+
+
+def test_the_callers_environment_is_untouched():
+    before = dict(os.environ)
+    planned(ServeConfig(api_key="k"), gpus=("0",), environ=os.environ)
+    assert dict(os.environ) == before
