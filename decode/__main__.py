@@ -9,7 +9,8 @@ from decode.scheduler import DecodeLimits, DecodeScheduler
 from decode.worker import DecodeRole, PoolSink
 from engine.assembly import Engine, assemble, introduce
 from engine.startup import failures_in_one_line
-from kvtransfer.channel import KvListener, endpoint_port, tcp_endpoint
+from kvtransfer.addresses import endpoint
+from kvtransfer.channel import KvListener, endpoint_port
 from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.logs import configure_logging
 from kvtransfer.mailbox import Mailbox
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build(config: DecodeConfig, engine: Engine, listener: KvListener) -> Worker:
     """The worker around an engine, not started yet; signals go to its loop from here on."""
     inbox: Mailbox[WorkerEvent] = Mailbox()
-    kv_endpoint = tcp_endpoint(config.kv_dial_host, endpoint_port(listener.endpoint))
+    kv_endpoint = endpoint(config.kv_dial_host, endpoint_port(listener.endpoint))
     hello = introduce(config, Role.DECODE, engine, kv_endpoint)
     limits = DecodeLimits(config.max_num_seqs, config.max_waiting, engine.max_model_len, config.lease_s)
     scheduler = DecodeScheduler(engine.pool, limits, engine.eos_token_ids)

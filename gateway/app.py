@@ -1,9 +1,11 @@
 """The gateway's HTTP application: routes, and one boundary at which errors become answers.
 
     POST /v1/completions  /v1/chat/completions  /tokenize  /detokenize
-    GET  /v1/models  /v1/models/{name}  /version  /health  /metrics
+    GET  /v1/models  /v1/models/{name}  /version  /health  /metrics  /openapi.json
 
-/health and /metrics need no key. The application knows a `Backend` and nothing of workers.
+/health and /metrics need no key. The application knows a `Backend` and nothing of workers. The POST
+endpoints are ASGI applications that read and check their bodies themselves: FastAPI's coercions (true for 1, "7" for 7,
+unknown fields dropped) are not for an API whose users must be told what they got wrong.
 """
 
 import time
@@ -13,12 +15,12 @@ from functools import partial
 from typing import Any, Final
 
 import msgspec
+from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from gateway.asgi import AsgiApp
 from gateway.backend import Backend, BackendError
@@ -35,6 +37,7 @@ from gateway.errors import (
 from gateway.generation import Generation
 from gateway.limits import HttpSettings, guarded
 from gateway.metrics import Metrics
+from gateway.openapi import describe
 from gateway.prompts import PromptEncoder
 from gateway.service import Service
 from gateway.text_pool import TextPool
@@ -44,6 +47,7 @@ from gateway.tokenizer import Tokenizer
 TEXT_THREADS: Final = 4
 
 Handler = Callable[[Request], Awaitable[Response]]
+Respond = Callable[[Service, Request], Awaitable[Response]]
 
 
 def create_app(backend: Backend, tokenizer: Tokenizer, settings: HttpSettings, metrics: Metrics) -> AsgiApp:
@@ -60,12 +64,18 @@ def create_app(backend: Backend, tokenizer: Tokenizer, settings: HttpSettings, m
     )
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         pool.close()
 
-    app = Starlette(
-        routes=_routes(service, pool),
+    app = FastAPI(
+        title="kvsplice",
+        description="OpenAI-style completions, prefilled and decoded on different GPUs.",
+        version=settings.version,
+        docs_url=None,  # its page loads scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        routes=_post_routes(service, pool),
         exception_handlers={
             HTTPException: _on_http_exception,
             ApiError: _on_error,
@@ -74,37 +84,54 @@ def create_app(backend: Backend, tokenizer: Tokenizer, settings: HttpSettings, m
         },
         lifespan=lifespan,
     )
-    app.router.redirect_slashes = False
+    _add_get_routes(app, service)
+    app.openapi = partial(describe, app)  # type: ignore[method-assign]  # FastAPI's documented way
     return guarded(app, settings)
 
 
-def _routes(service: Service, pool: TextPool) -> list[Route]:
+def _post_routes(service: Service, pool: TextPool) -> list[BaseRoute]:
     return [
         Route("/v1/completions", CompletionsEndpoint(service), methods=["POST"]),
         Route("/v1/chat/completions", ChatEndpoint(service), methods=["POST"]),
         Route("/tokenize", TokenizeEndpoint(service), methods=["POST"]),
         Route("/detokenize", DetokenizeEndpoint(service, pool), methods=["POST"]),
-        Route("/v1/models", _handler(_list_models, service)),
-        Route("/v1/models/{name:path}", _handler(_show_model, service)),
-        Route("/version", _handler(_version, service)),
-        Route("/health", _handler(_health, service)),
-        Route("/metrics", _handler(_metrics, service)),
     ]
 
 
-def _handler(respond: Callable[[Service, Request], Awaitable[Response]], service: Service) -> Handler:
-    return partial(respond, service)
+def _add_get_routes(app: FastAPI, service: Service) -> None:
+    """Each handler is called with the service and the request; FastAPI describes it by its docstring."""
+    handlers: dict[str, Respond] = {
+        "/v1/models": _list_models,
+        "/v1/models/{name:path}": _show_model,
+        "/version": _version,
+        "/health": _health,
+        "/metrics": _metrics,
+    }
+    for path, respond in handlers.items():
+        app.add_api_route(
+            path, _bound(respond, service), methods=["GET"], name=respond.__name__, description=respond.__doc__
+        )
+
+
+def _bound(respond: Respond, service: Service) -> Handler:
+    async def handler(request: Request) -> Response:
+        return await respond(service, request)
+
+    return handler
 
 
 async def _list_models(service: Service, request: Request) -> Response:
+    """The names that requests may use."""
     return _json({"object": "list", "data": [_model(service, name) for name in service.settings.served_model_names]})
 
 
 async def _show_model(service: Service, request: Request) -> Response:
+    """One of them; 404 if it is not served."""
     return _json(_model(service, service.check_model(request.path_params["name"])))
 
 
 async def _version(service: Service, request: Request) -> Response:
+    """This release."""
     return _json({"version": service.settings.version})
 
 
@@ -117,6 +144,7 @@ async def _health(service: Service, request: Request) -> Response:
 
 
 async def _metrics(service: Service, request: Request) -> Response:
+    """Prometheus' text format."""
     return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -23,4 +23,4 @@ def template_variables(template: str) -> frozenset[str]:
     """
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     tree = environment.parse(_GENERATION_TAG.sub("", template))
-    return frozenset(meta.find_undeclared_variables(tree)) - RESERVED - DEFAULT_NAMESPACE.keys()
+    return frozenset(meta.find_undeclared_variables(tree)).difference(RESERVED, DEFAULT_NAMESPACE)

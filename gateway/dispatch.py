@@ -155,7 +155,8 @@ class Dispatcher(Backend):
             spec=RequestSpec(request_id=uuid.uuid4().hex, attempt=0, prompt_token_ids=prompt, sampling=sampling),
             prefill=Leg.on(route.prefill),
             decode=Leg.on(route.decode) if sampling.max_tokens > 1 else None,
-            merge=TokenMerge(sampling.max_tokens, settings.stream_buffer_tokens),
+            # Behind token 0, what came early fits the stream.
+            merge=TokenMerge(sampling.max_tokens, max_early=settings.stream_buffer_tokens - 1),
             stream=TokenStream(settings.stream_buffer_tokens),
             started_at=now,
             deadlines=Deadlines(now + settings.first_token_timeout_s, now + settings.request_timeout_s),

@@ -140,16 +140,11 @@ class Flight:
 
     def _on_end(self, leg: Leg, output: RequestOutput, end: RequestEnd) -> None:
         if end.reason in _FINISHES:
-            self._note_finish(end.reason, output.start + len(output.token_ids))
+            self._finish, self._num_final = end.reason, output.start + len(output.token_ids)
         elif end.reason is EndReason.HANDED_OVER and leg is self.prefill and self.decode is not None:
             return
         elif self.needs(leg):
             raise _error_of(end)
-
-    def _note_finish(self, reason: EndReason, num_final: int) -> None:
-        if self._num_final not in (None, num_final):
-            raise InconsistentOutputError("the workers disagree about the number of output tokens")
-        self._finish, self._num_final = reason, num_final
 
     def _reached_finish(self) -> EndReason | None:
         """The finish, once all tokens before it are known: decode may end before prefill's token is here."""

@@ -134,9 +134,7 @@ class Admission:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             return await self._app(scope, receive, send)
         if self.num_admitted >= self._limit:
-            error = TooManyRequestsError(
-                f"{self._limit} requests are in work, which is the limit; try again later"
-            )
+            error = TooManyRequestsError(f"{self._limit} requests are in work, which is the limit; try again later")
             return await send_error(send, error)
         self.num_admitted += 1
         try:

@@ -94,8 +94,8 @@ class BoundedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._has_request():
-            self._stop_head_timer()
+        if self._has_request() or self.conn.trailing_data[0]:  # the next request has begun to come meanwhile
+            self._follow_head()
 
     def send_400_response(self, msg: str) -> None:
         """For what is not HTTP. An answer that is under way already can only be cut."""

@@ -70,7 +70,7 @@ class Tokenizer:
     def template_variables(self) -> frozenset[str]:
         """Names that the chat template reads and a client may set. Raises InvalidFieldError if there is no template."""
         own = inspect.signature(self._hf.apply_chat_template).parameters  # would not reach the template
-        return template_variables(self._chat_template()) - own.keys()
+        return template_variables(self._chat_template()).difference(own)
 
     def render_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, variables: Mapping[str, Any]

@@ -18,6 +18,9 @@ from gateway.errors import InvalidFieldError, excerpt
 
 _T = TypeVar("_T")
 
+MAX_BRACKETS: Final = 500_000
+"""Brackets in a body, also in its texts. Each may be an object in memory; millions of them would hold up everybody."""
+
 _AT_PATH: Final = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
 
 
@@ -35,6 +38,8 @@ class FieldRules:
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`. Raises InvalidFieldError."""
+    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
+        raise InvalidFieldError("the body has too many arrays and objects")
     try:
         fields: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.ValidationError as error:

@@ -25,8 +25,8 @@ def is_wildcard(host: str) -> bool:
         return host == "*"
 
 
-def endpoint(host: str, port: int) -> str:
-    """The ZeroMQ address of (host, port); an IPv6 address goes into brackets."""
+def endpoint(host: str, port: int | str) -> str:
+    """The ZeroMQ address of (host, port; "*" is any free one); an IPv6 address goes into brackets."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 

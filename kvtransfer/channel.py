@@ -17,6 +17,8 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from kvtransfer.addresses import check_endpoint
+from kvtransfer.addresses import endpoint as endpoint_of
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import (
@@ -72,7 +74,9 @@ def configure_router(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket") -> None:
 def bind(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", host: str, port: int) -> str:
     """Binds to host:port (0: any free port) and returns the endpoint. Raises SettingsError if it can't be had."""
     try:
-        socket.bind(f"tcp://{_bracketed(host)}:{port if port else '*'}")
+        if ":" in host:
+            socket.setsockopt(zmq.IPV6, 1)
+        socket.bind(endpoint_of(host, port or "*"))
     except zmq.ZMQError as error:
         raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -83,15 +87,6 @@ def endpoint_port(endpoint: str) -> int:
     return int(endpoint.rsplit(":", 1)[1])
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
-
-
-def tcp_endpoint(host: str, port: int) -> str:
-    """'tcp://host:port', with brackets around an IPv6 address."""
-    return f"tcp://{_bracketed(host)}:{port}"
-
-
 class ControlServer:
     """The gateway's end of the control plane (asyncio)."""
 
@@ -100,7 +95,11 @@ class ControlServer:
         self._socket = self._context.socket(zmq.ROUTER)
         configure(self._socket, hwm=CONTROL_HWM, max_frame=MAX_CONTROL_BYTES)
         configure_router(self._socket)
-        self.endpoint = bind(self._socket, host, port)
+        try:
+            self.endpoint = bind(self._socket, host, port)
+        except SettingsError:
+            self.close()
+            raise
 
     async def receive(self) -> tuple[str, WorkerToGateway | MessageError]:
         """The next message and the name its sender connected with, or what was wrong with the bytes."""
@@ -143,8 +142,15 @@ class ControlClient(_Polled):
     """A worker's end of the control plane: one DEALER a gateway. For one thread only."""
 
     def __init__(self, worker_id: str, gateways: Sequence[str]) -> None:
+        """Connects in the background. Raises SettingsError for an address that cannot be dialled."""
         super().__init__()
-        self._sockets = {endpoint: self._dial(worker_id, endpoint) for endpoint in gateways}
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        try:
+            for endpoint in gateways:
+                self._sockets[endpoint] = self._dial(worker_id, endpoint)
+        except SettingsError:
+            self.close()
+            raise
 
     def _dial(self, worker_id: str, endpoint: str) -> "zmq.Socket[bytes]":
         socket = _dealer(
@@ -239,7 +245,11 @@ class KvListener(_Polled):
         self._socket = self._context.socket(zmq.ROUTER)
         configure(self._socket, hwm=KV_HWM, max_frame=MAX_BODY_BYTES)
         configure_router(self._socket)
-        self.endpoint = bind(self._socket, host, port)
+        try:
+            self.endpoint = bind(self._socket, host, port)
+        except SettingsError:
+            self.close()
+            raise
         self._poller.register(self._socket, zmq.POLLIN)
 
     def receive(self) -> tuple[bytes, PrefillToDecode | MessageError, KvBody | None] | None:
@@ -271,16 +281,22 @@ def _dealer(
     max_frame: int,
     queue_offline: bool,
 ) -> "zmq.Socket[bytes]":
-    """A DEALER that connects in the background. Without `queue_offline`, sends fail while there is no connection."""
+    """A DEALER that connects in the background. Without `queue_offline`, sends fail while there is no connection.
+
+    Raises SettingsError for an endpoint that libzmq could not dial, or would try to for ever.
+    """
+    check_endpoint(f"endpoint {endpoint!r}", endpoint)
     socket = context.socket(zmq.DEALER)
     configure(socket, hwm=hwm, max_frame=max_frame)
     socket.setsockopt_string(zmq.ROUTING_ID, name)
     socket.setsockopt(zmq.IMMEDIATE, 0 if queue_offline else 1)
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
         socket.close()  # an open socket would keep the context from ending
-        raise SettingsError(f"cannot connect to {endpoint!r}: {error.strerror}; expected tcp://HOST:PORT") from error
+        raise SettingsError(f"cannot connect to {endpoint!r}: {error.strerror}") from error
     return socket
 
 

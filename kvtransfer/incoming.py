@@ -86,12 +86,13 @@ class IncomingTransfer:
 
 @dataclass(frozen=True)
 class ParkedOffer:
-    """An offer that came before the reservation it is for."""
+    """An offer that came before the reservation it is for, and perhaps was withdrawn since (`abort_reason`)."""
 
     peer: PeerId
     link: bytes
     num_tokens: int
     seen_at: float
+    abort_reason: str | None = None
 
 
 class IncomingBook:
@@ -127,10 +128,6 @@ class IncomingBook:
         self._parked[key, offer.peer] = offer
         self._parked.move_to_end((key, offer.peer))
         return self._parked.popitem(last=False)[1] if len(self._parked) > MAX_PARKED_OFFERS else None
-
-    def unpark(self, key: TransferKey, peer: PeerId) -> None:
-        """Forgets the offer of `key` if it is `peer`'s."""
-        self._parked.pop((key, peer), None)
 
     def ended(self, key: TransferKey) -> ReceptionOutcome | None:
         """How `key` ended, if it did so lately."""

@@ -165,7 +165,9 @@ class KvReceiver:
         layers = self.identity[1].num_layers
         transfer = IncomingTransfer(command.key, command.peer, command.num_tokens, command.first_token, layers, now)
         offer = self._book.open(transfer)
-        if offer is not None:
+        if offer is not None and offer.abort_reason is not None:
+            self._end(command.key, ReceptionOutcome.ABORTED, offer.abort_reason)
+        elif offer is not None:
             self._accept(transfer, offer.link, offer.num_tokens)
 
     def _accept(self, transfer: IncomingTransfer, link: bytes, num_tokens: int) -> None:
@@ -203,7 +205,7 @@ class KvReceiver:
         if isinstance(message, KvOffer):
             self._on_offer(link, peer, message, now)
         elif (transfer := self._book.find(key, peer)) is None:
-            self._on_stray(key, peer)
+            self._on_stray(link, peer, message, now)
         elif transfer.link != link and not isinstance(message, KvAbort):
             raise ProtocolError("KV that was not offered on this link")
         else:
@@ -248,10 +250,14 @@ class KvReceiver:
         else:
             self._book.park(key, ParkedOffer(peer, link, offer.num_tokens, now))
 
-    def _on_stray(self, key: TransferKey, peer: PeerId) -> None:
-        """Something for an attempt that is over, or was never ours: dropped and counted."""
-        self.num_dropped += 1
-        self._book.unpark(key, peer)
+    def _on_stray(self, link: bytes, peer: PeerId, message: KvHeader | KvFirstToken | KvAbort, now: float) -> None:
+        """Something for an attempt that is over, or was never ours: dropped and counted. An abort may also have
+        overtaken the reservation, which then must not wait for KV."""
+        key = (message.request_id, message.attempt)
+        if isinstance(message, KvAbort) and self._book.ended(key) is None:
+            self._book.park(key, ParkedOffer(peer, link, 0, now, message.reason))
+        else:
+            self.num_dropped += 1
 
     def _on_transfer_message(
         self, transfer: IncomingTransfer, message: KvHeader | KvFirstToken | KvAbort, body: KvBody | None

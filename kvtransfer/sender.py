@@ -112,6 +112,7 @@ class KvSender:
         self._book = OutgoingBook()
         self._peer_of: dict[TransferKey, str] = {}
         self._peers: dict[str, _Peer] = {}
+        self._aborts: list[tuple[str, KvAbort]] = []  # to be said as soon as the peer's queue has room
         self._next_keepalive = 0.0
         self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
 
@@ -156,6 +157,7 @@ class KvSender:
             for peer, message in self._dialer.receive():
                 self._on_message(peer, message)
             self._keep_alive(time.monotonic())
+            self._send_aborts()
             more = self._ship()
         self._dialer.close()
 
@@ -172,7 +174,7 @@ class KvSender:
                     transfer.first_token_id = token_id
             case _Abort(key, reason, tell_peer):
                 if tell_peer and self._book.find(key):
-                    self._dialer.send(self._peer_of[key], KvAbort(*key, reason=reason))
+                    self._aborts.append((self._peer_of[key], KvAbort(*key, reason=reason)))
                 self._end(key, TransferOutcome.ABORTED, reason)
             case _Stop():
                 self._stopping = True
@@ -252,13 +254,16 @@ class KvSender:
                     self._end((request_id, attempt), TransferOutcome.REVOKED, reason)
 
     def _on_refused(self, name: str, reason: str) -> None:
-        """At the handshake it holds for all that follows. Later on, the other side has lost track of this link (it was
-        cut, or its peer restarted): the next transfer dials anew."""
+        """At the handshake the first word holds; what follows answers what was sent behind KvHello. Later on, the
+        other side has lost track of this link (it was cut, or its peer restarted): the next transfer dials anew."""
+        peer = self._peers[name]
+        if peer.refusal is not None:
+            return
         logger.error("decode worker %s refused our KV: %s", name, reason)
-        if self._peers[name].is_welcome:
+        if peer.is_welcome:
             self._drop_peer(name, reason)
             return
-        self._peers[name].refusal = reason
+        peer.refusal = reason
         self._fail_all(name, reason)
 
     def _find(self, name: str, key: TransferKey) -> OutgoingTransfer | None:
@@ -269,6 +274,12 @@ class KvSender:
         if self._book.close(key) is not None:
             del self._peer_of[key]
             self.events.put(TransferEnded(key, outcome, reason))
+
+    def _send_aborts(self) -> None:
+        """To peers whose link is gone there is nothing left to say."""
+        self._aborts = [
+            (peer, abort) for peer, abort in self._aborts if peer in self._peers and not self._dialer.send(peer, abort)
+        ]
 
     def _ship(self) -> bool:
         """Ships up to a turn's worth; True if there may be more to ship right away."""

@@ -95,7 +95,7 @@ class Worker:
     _refused: bool = False
     _failed: bool = False
     _busy: bool = False
-    _was_empty: bool = True
+    _is_checked: bool = True  # the books, since anything has happened
 
     def run(self) -> int:
         """Serves until told to stop; returns the exit code."""
@@ -118,6 +118,7 @@ class Worker:
         self._after_turn()
 
     def _on_event(self, event: WorkerEvent, now: float) -> None:
+        self._is_checked = False
         match event:
             case FromGateway(gateway, Cancel() as cancel):
                 self.role.cancel(cancel, now)
@@ -151,10 +152,9 @@ class Worker:
     def _after_turn(self) -> None:
         self._progress += 1
         self.links.report(Report(self._progress, self.role.load(), draining=self._stop_at is not None))
-        is_empty = self.role.is_empty()
-        if is_empty and not self._was_empty:
+        if self.role.is_empty() and not self._is_checked:
             self.role.check_integrity()
-        self._was_empty = is_empty
+            self._is_checked = True
 
     def _is_over(self, now: float) -> bool:
         if self._refused or not (self.links.is_alive() and self.role.is_alive()):

@@ -20,7 +20,7 @@ from launcher.gpus import VISIBLE
 from prefill.config import PrefillConfig
 
 LOOPBACK: Final = "127.0.0.1"
-DRAIN_S: Final = 3.0
+DRAIN_S: Final = 2.0
 """What running requests get to end in, seconds: less than the launcher's patience with its children."""
 API_KEY_VARIABLE: Final = "KVSPLICE_API_KEY"
 

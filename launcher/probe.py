@@ -4,35 +4,46 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
+from pathlib import Path
 from typing import Any, Final
 
 from launcher.errors import LaunchError
 
 HEALTH_TIMEOUT_S: Final = 2.0
 SAMPLE_TIMEOUT_S: Final = 60.0
-SAMPLE_PROMPT: Final = "The capital of France is"
+SAMPLE_QUESTION: Final = "What is the capital of France?"
+SAMPLE_BEGINNING: Final = "The capital of France is"
 SAMPLE_TOKENS: Final = 32
 
 
 @dataclass(frozen=True)
 class GatewayProbe:
-    """Where the gateway is and how to ask it."""
+    """Where the gateway is and how to ask it: a question to a model that can `chat`, else a text to go on with."""
 
     host: str
     port: int
     model: str
     api_key: str | None
+    chat: bool
 
     @property
     def url(self) -> str:
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
     @property
+    def prompt(self) -> str:
+        return SAMPLE_QUESTION if self.chat else SAMPLE_BEGINNING
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    @property
     def curl_line(self) -> str:
         """A streaming call to paste into a shell. The key is named, not shown."""
         key = ' -H "Authorization: Bearer $KVSPLICE_API_KEY"' if self.api_key else ""
         body = json.dumps(self._body()).replace("'", "'\\''")
-        return f"curl -N {self.url}/v1/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+        return f"curl -N {self.url}{self.path} -H 'Content-Type: application/json'{key} -d '{body}'"
 
     def health(self) -> tuple[bool, str]:
         """Whether a request could be served now, and if not, why."""
@@ -50,7 +61,7 @@ class GatewayProbe:
         """Pieces of one streamed completion. Raises LaunchError if the gateway does not give it."""
         connection = HTTPConnection(self.host, self.port, timeout=SAMPLE_TIMEOUT_S)
         try:
-            connection.request("POST", "/v1/completions", json.dumps(self._body()), self._headers())
+            connection.request("POST", self.path, json.dumps(self._body()), self._headers())
             response = connection.getresponse()
             if response.status != 200:
                 raise LaunchError(f"HTTP {response.status}: {response.read(500).decode('utf-8', 'replace')}")
@@ -66,13 +77,16 @@ class GatewayProbe:
         return {"Content-Type": "application/json", **key}
 
     def _body(self) -> Mapping[str, Any]:
-        return {
-            "model": self.model,
-            "prompt": SAMPLE_PROMPT,
-            "max_tokens": SAMPLE_TOKENS,
-            "temperature": 0,
-            "stream": True,
-        }
+        text = {"messages": [{"role": "user", "content": self.prompt}]} if self.chat else {"prompt": self.prompt}
+        return {"model": self.model, **text, "max_tokens": SAMPLE_TOKENS, "temperature": 0, "stream": True}
+
+
+def has_chat_template(checkpoint: Path) -> bool:
+    """Whether the checkpoint in this folder says how to put a chat into a prompt."""
+    if (checkpoint / "chat_template.jinja").is_file():
+        return True
+    config = checkpoint / "tokenizer_config.json"
+    return config.is_file() and "chat_template" in json.loads(config.read_bytes())
 
 
 def _texts(line: bytes) -> Iterator[str]:
@@ -82,4 +96,5 @@ def _texts(line: bytes) -> Iterator[str]:
     event = json.loads(line[len(b"data:") :])
     if "error" in event:
         raise LaunchError(str(event["error"].get("message")))
-    yield from (choice["text"] for choice in event["choices"])
+    for choice in event["choices"]:
+        yield choice["delta"].get("content") or "" if "delta" in choice else choice["text"]

@@ -2,13 +2,13 @@
 
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from typing import IO, Final
 
 from launcher.plan import ChildSpec
+from launcher.terminal import Terminal
 
 KEPT_LINES: Final = 15
 MAX_LINE_BYTES: Final = 1 << 16
@@ -21,8 +21,9 @@ class ChildProcess:
     lifeline that `launcher.child` watches.
     """
 
-    def __init__(self, spec: ChildSpec) -> None:
+    def __init__(self, spec: ChildSpec, terminal: Terminal) -> None:
         self.name = spec.name
+        self._terminal = terminal
         self.started_at = time.monotonic()
         self._tail: deque[str] = deque(maxlen=KEPT_LINES)
         self._process = subprocess.Popen(
@@ -76,13 +77,9 @@ class ChildProcess:
         return True
 
     def _show(self, output: IO[bytes]) -> None:
-        """Reads to the end whatever happens to the terminal, so that the child never blocks on its log."""
+        """Reads to the end, so that the child never blocks on its log."""
         with output:
             while line := output.readline(MAX_LINE_BYTES):
                 text = line.decode("utf-8", "replace").rstrip()
                 self._tail.append(text)
-                try:
-                    sys.stderr.write(f"{self.name:<10}| {text}\n")
-                    sys.stderr.flush()
-                except (OSError, ValueError):  # the terminal is gone
-                    continue
+                self._terminal.line(f"{self.name:<10}| {text}")

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 from launcher.config import ServeConfig
@@ -22,8 +23,9 @@ from launcher.errors import LaunchError
 from launcher.gpus import visible_gpus
 from launcher.plan import LOOPBACK, Machine, plan, served_names
 from launcher.ports import dial_host, usable_port
-from launcher.probe import SAMPLE_PROMPT, GatewayProbe
+from launcher.probe import GatewayProbe, has_chat_template
 from launcher.supervisor import Supervisor
+from launcher.terminal import Terminal
 
 TICK_S: Final = 0.2
 
@@ -33,23 +35,25 @@ def serve(config: ServeConfig, environ: Mapping[str, str]) -> int:
     started_at = time.monotonic()
     machine = _machine(config, environ)
     model = resolve_model(config.model, environ=environ)
-    probe = GatewayProbe(dial_host(config.host), machine.http_port, served_names(config)[0], config.api_key)
-    supervisor = Supervisor(plan(config, model, machine, environ))
+    terminal = Terminal()
+    probe = _probe(config, machine, model)
+    supervisor = Supervisor(plan(config, model, machine, environ), terminal)
     stop = _stop_on_signals()
     try:
         supervisor.start()
         if wait_until_ready(supervisor, probe, stop, started_at + config.ready_timeout_s):
             _announce(probe, time.monotonic() - started_at)
             if config.sample:
-                _show_sample(probe, stop)
-            supervise(supervisor, stop)
+                with terminal.held():
+                    _show_sample(probe, stop)
+            supervise(supervisor, stop, terminal)
         return 0
     except LaunchError as error:
-        _say(f"error: {error}")
+        terminal.line(f"kvsplice: error: {error}")
         return 1
     finally:
         supervisor.stop()
-        _say("stopped")
+        terminal.line("kvsplice: stopped")
 
 
 def wait_until_ready(supervisor: Supervisor, probe: GatewayProbe, stop: threading.Event, deadline: float) -> bool:
@@ -65,11 +69,11 @@ def wait_until_ready(supervisor: Supervisor, probe: GatewayProbe, stop: threadin
     return False
 
 
-def supervise(supervisor: Supervisor, stop: threading.Event) -> None:
+def supervise(supervisor: Supervisor, stop: threading.Event, terminal: Terminal) -> None:
     """Restarts what dies until told to stop. Raises LaunchError when a process dies too often."""
     while not stop.wait(TICK_S):
         for line in supervisor.tick(time.monotonic()):
-            _say(line)
+            terminal.line(f"kvsplice: {line}")
 
 
 def _machine(config: ServeConfig, environ: Mapping[str, str]) -> Machine:
@@ -78,6 +82,16 @@ def _machine(config: ServeConfig, environ: Mapping[str, str]) -> Machine:
         gpus=visible_gpus(config.device, environ),
         http_port=usable_port(config.host, config.port),
         control_port=usable_port(LOOPBACK, 0),
+    )
+
+
+def _probe(config: ServeConfig, machine: Machine, model: Path) -> GatewayProbe:
+    return GatewayProbe(
+        host=dial_host(config.host),
+        port=machine.http_port,
+        model=served_names(config)[0],
+        api_key=config.api_key,
+        chat=has_chat_template(model),
     )
 
 
@@ -103,13 +117,9 @@ def _show_sample(probe: GatewayProbe, stop: threading.Event) -> None:
 
 def _print_sample(probe: GatewayProbe) -> None:
     try:
-        print(SAMPLE_PROMPT, end="", flush=True)
+        print(probe.prompt, end=" " if probe.chat else "", flush=True)
         for text in probe.sample():
             print(text, end="", flush=True)
         print("\n\nCtrl-C stops it.", flush=True)
     except LaunchError as error:
-        _say(f"the sample completion failed: {error}")
-
-
-def _say(text: str) -> None:
-    print(f"kvsplice: {text}", file=sys.stderr, flush=True)
+        print(f"\nkvsplice: the sample completion failed: {error}", file=sys.stderr, flush=True)

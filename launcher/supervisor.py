@@ -7,6 +7,7 @@ from typing import Final
 from launcher.errors import LaunchError
 from launcher.plan import ChildSpec
 from launcher.process import ChildProcess
+from launcher.terminal import Terminal
 
 PATIENCE_S: Final = 4.0
 """From SIGTERM to SIGKILL."""
@@ -34,7 +35,8 @@ class RestartBudget:
 class Supervisor:
     """All children of one `kvsplice serve`. Used by one thread, which calls `tick` a few times a second."""
 
-    def __init__(self, specs: Sequence[ChildSpec]) -> None:
+    def __init__(self, specs: Sequence[ChildSpec], terminal: Terminal) -> None:
+        self._terminal = terminal
         self._specs = {spec.name: spec for spec in specs}
         self._children: dict[str, ChildProcess] = {}
         self._budgets = {spec.name: RestartBudget() for spec in specs}
@@ -42,7 +44,7 @@ class Supervisor:
 
     def start(self) -> None:
         for name, spec in self._specs.items():
-            self._children[name] = ChildProcess(spec)
+            self._children[name] = ChildProcess(spec, self._terminal)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -62,7 +64,7 @@ class Supervisor:
         for name in [name for name, due in self._restart_at.items() if due <= now]:
             del self._restart_at[name]
             self._children[name].wait(0.0)
-            self._children[name] = ChildProcess(self._specs[name])
+            self._children[name] = ChildProcess(self._specs[name], self._terminal)
             news.append(f"{name} is started again")
         return news
 

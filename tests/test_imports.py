@@ -39,6 +39,9 @@ SOCKET_FILES = {"kvtransfer/channel.py"}
 PURE_FILES = (
     "engine/block_pool.py",
     "engine/request.py",
+    "engine/request_book.py",
+    "kvtransfer/incoming.py",
+    "kvtransfer/outgoing.py",
     "engine/stopping.py",
     "engine/admission.py",
     "prefill/scheduler.py",

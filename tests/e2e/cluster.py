@@ -29,14 +29,6 @@ class ClusterFlags:
     decode: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """A worker's KV pool as its last heartbeat told it."""
-
-    free: int
-    total: int
-
-
 class Cluster:
     """Starts, watches and stops the roles; one process a role. Also names for their ports and metrics."""
 
@@ -146,19 +138,25 @@ class Cluster:
                     return float(sample.value)
         return None
 
-    def blocks(self, role: str) -> Blocks | None:
-        """The pool of a role's worker; None while the gateway does not know it."""
-        worker = f"{role}-0"
-        free, total = self.gauge("kv_free_blocks", worker=worker), self.gauge("kv_blocks", worker=worker)
-        return None if free is None or total is None else Blocks(int(free), int(total))
+    def kv_usage(self, role: str) -> float | None:
+        """Used part of the KV pool of a role's worker, by its last heartbeat; None while the gateway lacks it."""
+        return self.gauge("kv_cache_usage_perc", role=role, worker=f"{role}-0")
 
     def pools_are_empty(self) -> bool:
-        """Whether all blocks of both workers are free, by their last heartbeats."""
-        pools = [self.blocks(role) for role in (PREFILL, DECODE)]
-        return all(pool is not None and 0 < pool.total == pool.free for pool in pools)
+        """Whether both workers are there and hold neither blocks nor requests, by their last heartbeats."""
+        held = [
+            self.gauge(name, role=role, worker=f"{role}-0")
+            for role in (PREFILL, DECODE)
+            for name in ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+        ]
+        return held == [0.0] * len(held)
+
+    def holds_blocks(self, role: str) -> bool:
+        """Whether the role's worker has blocks in use, by its last heartbeat."""
+        return (self.kv_usage(role) or 0.0) > 0.0
 
     def wait_pools_empty(self, within_s: float = 5.0) -> None:
-        wait_until(self.pools_are_empty, within_s=within_s, what="all blocks of both pools are free")
+        wait_until(self.pools_are_empty, within_s=within_s, what="both pools are empty")
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class ReferenceModel:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Lets torch use `count` threads meanwhile."""
+    """Lets torch use `count` threads meanwhile. With others on the same cores, a second one is mostly waited for."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -21,7 +21,7 @@ REPLACEMENT = "\ufffd"
 @pytest.fixture(scope="module")
 def cases(smollm2):
     """Name -> (prompt token ids, max_tokens, what transformers generates)."""
-    with torch_threads(2):
+    with torch_threads(1):
         model = ReferenceModel(smollm2)
         encode = model.tokenizer.encode
         prompts = {p.name: (encode(p.text, add_special_tokens=False), p.max_tokens) for p in PROMPTS}
@@ -76,7 +76,7 @@ def test_larger_blocks_on_prefill_than_on_decode(smollm2, cases, tmp_path):
 
 @pytest.mark.parametrize(("block_size", "chunk_tokens"), [(16, 64), (32, 512)])
 def test_the_colocated_oracle(smollm2, cases, block_size, chunk_tokens):
-    with torch_threads(2):
+    with torch_threads(1):
         oracle = Colocated.load(smollm2, chunk_tokens=chunk_tokens, block_size=block_size, kv_cache_gib=0.5)
         chosen = [case for name, case in cases.items() if chunk_tokens == 512 or name != LONG]
         sampling = [SamplingParams(max_tokens=count, seed=0, temperature=0.0) for _, count, _ in chosen]

@@ -54,7 +54,7 @@ def assert_refused(response: httpx.Response, status: int) -> dict:
         (b'{"model": "test-model", "prompt": ""}', "prompt"),
         (b'{"model": "test-model", "prompt": []}', "prompt"),
         (b'{"model": "test-model", "prompt": [49152]}', "prompt"),
-        (b'{"model": "test-model", "prompt": [-1]}', "prompt"),
+        (b'{"model": "test-model", "prompt": [-1]}', "prompt[0]"),
         (b'{"model": "test-model", "prompt": "x", "stop": ""}', "stop"),
         (b'{"model": "test-model", "prompt": "x", "logit_bias": {"49152": 1}}', "logit_bias"),
         (b'{"model": "test-model", "prompt": "x", "stop_token_ids": [49152]}', "stop_token_ids"),

@@ -42,6 +42,7 @@ class Streaming:
     def __init__(self, cluster: Cluster, **fields) -> None:
         self.cluster = cluster
         self.ended_at: float | None = None
+        self.status: int | None = None
         self.was_cut = False  # the connection broke before the response was complete
         self.has_begun = threading.Event()
         self._body = body_of(PROMPT, stream=True, **{**ENDLESS, **fields})
@@ -57,7 +58,7 @@ class Streaming:
 
     def _read_events(self) -> None:
         with self.cluster.http.stream("POST", "/v1/completions", json=self._body) as response:
-            assert response.status_code == 200
+            self.status = response.status_code
             for data in events(response):
                 self._events.append(data)
                 if len(self._events) >= 3:
@@ -65,7 +66,7 @@ class Streaming:
 
     def __enter__(self) -> "Streaming":
         self._thread.start()
-        assert self.has_begun.wait(20.0), "the stream has not begun"
+        assert self.has_begun.wait(10.0), f"the stream has not begun, status {self.status}"
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -86,8 +87,9 @@ class Streaming:
 
 def test_a_client_that_leaves_gives_its_blocks_back(healthy):
     with healthy.http.stream("POST", "/v1/completions", json=body_of(PROMPT, stream=True, **ENDLESS)) as response:
-        assert len([data for data, _ in zip(events(response), range(5), strict=False)]) == 5
-        wait_until(lambda: not healthy.pools_are_empty(), within_s=5.0, what="the running request holds blocks")
+        received = events(response)  # kept: a generator that is let go closes the response
+        assert len([next(received) for _ in range(5)]) == 5
+        wait_until(lambda: healthy.holds_blocks(DECODE), within_s=5.0, what="the running request holds blocks")
     healthy.wait_pools_empty(within_s=5.0)
     assert healthy.gauge("num_requests_running", worker=f"{DECODE}-0") == 0
 
@@ -157,7 +159,7 @@ def test_prefill_is_killed_amid_a_prompt_and_rejoins(healthy):
     prompt = [10 + i % 200 for i in range(16000)]
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(healthy.http.post, "/v1/completions", json=body_of(prompt, max_tokens=2))
-        wait_until(lambda: not healthy.pools_are_empty(), within_s=10.0, what="the prompt is being computed")
+        wait_until(lambda: healthy.holds_blocks(PREFILL), within_s=10.0, what="the prompt is being computed")
         killed_at = time.monotonic()
         healthy.kill(PREFILL)
         response = call.result(timeout=30.0)
@@ -175,6 +177,7 @@ def test_a_request_that_decode_runs_outlives_its_prefill_worker(healthy):
         healthy.kill(PREFILL)
     assert streaming.errors == []
     assert streaming.num_done == 1
+    wait_until(lambda: not healthy.is_ready(), within_s=NOTICED_WITHIN_S, what="the gateway has noticed")
     healthy.restart(PREFILL)
 
 
@@ -231,7 +234,7 @@ def test_a_worker_of_another_model_is_refused_with_a_message_on_both_sides(stopp
     other = save_tiny_model("smollm2", tmp_path / "other", max_position_embeddings=16384, rms_norm_eps=1e-3)
     stopped.start_all(order=(GATEWAY, PREFILL))
     wait_until(lambda: stopped.health() is not None, within_s=30.0, what="the gateway listens")
-    wait_until(lambda: stopped.blocks(PREFILL), within_s=30.0, what="prefill is in")
+    wait_until(lambda: stopped.kv_usage(PREFILL) is not None, within_s=30.0, what="prefill is in")
     for flags, difference in ((("--dtype", "bfloat16"), "dtype"), (("--model", str(other)), "config")):
         misfit = stopped.start(DECODE, *flags)
         assert misfit.wait(30.0) == 1

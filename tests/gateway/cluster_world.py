@@ -160,7 +160,7 @@ class World:
         await self.settle()
 
     async def settle(self) -> None:
-        for _ in range(12):
+        for _ in range(6):
             await asyncio.sleep(0)
 
     async def ask(self, prompt=(1, 2, 3), max_tokens: int = 8, **changes) -> Client:

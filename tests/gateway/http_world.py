@@ -1,4 +1,4 @@
-"""A gateway without workers: a tokenizer made on the spot, a scripted backend, and an HTTP client on the application."""
+"""A gateway without workers: a tokenizer made on the spot, a scripted backend, and an HTTP client on the app."""
 
 import asyncio
 import json
@@ -19,7 +19,12 @@ from gateway.metrics import Metrics
 from gateway.tokenizer import Tokenizer
 from kvtransfer.messages import EndReason, SamplingParams
 
-CORPUS = ("the quick brown fox jumps over the lazy dog", "hello world hello there", "stop the stopping of stops", "x" * 8)
+CORPUS = (
+    "the quick brown fox jumps over the lazy dog",
+    "hello world hello there",
+    "stop the stopping of stops",
+    "x" * 8,
+)
 SPECIAL = ("<s>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' and loop.first %}"

@@ -114,6 +114,12 @@ def test_sentencepiece_skipped_tokens_do_not_eat_a_space():
     assert "".join(stream(decode, sp_ids("▁hello"), sp_ids("▁world", "</s>", "▁a"))) == " world a"
 
 
+def test_a_long_run_of_skipped_tokens_does_not_eat_a_space():
+    decode = partial(SENTENCEPIECE.decode, skip_special_tokens=True)
+    ids = sp_ids(*["</s>"] * (Detokenizer.MAX_PENDING + 5), "▁a")
+    assert "".join(stream(decode, sp_ids("▁hello"), ids)) == " a"
+
+
 @given(st.text("aéß日👍", max_size=8), st.text("aéß日👍", max_size=8))
 def test_sentencepiece_byte_fallback(prompt, text):
     decode = partial(SENTENCEPIECE.decode, skip_special_tokens=True)

@@ -60,6 +60,8 @@ RAW_BODIES = {
     "huge float deep": b'{"prompt": "a", "logit_bias": {"1": 1e999}}',
     "huge float before deep arrays": b'{"temperature": 1e999, "prompt": ' + b"[" * 200_000,
     "huge int": b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
+    "many arrays": b'{"prompt": [' + b"[1]," * 600_000 + b"[1]]}",
+    "many objects": b'{"prompt": "a", "user": [' + b"{}," * 600_000 + b"{}]}",
     "huge key": b'{"' + b"k" * 100_000 + b'": 1}',
 }
 
@@ -89,7 +91,11 @@ def test_json_with_a_charset_is_fine():
 BIG = "A" * 1_000_000
 WRONG_FIELDS = [
     *((field, value) for field in ("max_tokens", "top_k", "seed", "min_tokens") for value in (True, 2.0, "7", [], BIG)),
-    *((field, value) for field in ("temperature", "top_p", "min_p", "repetition_penalty") for value in (True, "1", [1])),
+    *(
+        (field, value)
+        for field in ("temperature", "top_p", "min_p", "repetition_penalty")
+        for value in (True, "1", [1])
+    ),
     *((field, value) for field in ("presence_penalty", "frequency_penalty") for value in (-2.1, 2.1, "0", False)),
     *((field, value) for field in ("stream", "ignore_eos", "skip_special_tokens") for value in (1, "true", 0, [])),
     ("include_stop_str_in_output", 1),
@@ -151,12 +157,15 @@ def test_the_message_names_the_range(field, bound):
     assert bound in make_world().complete(**{field: value}).json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    ["", [], [[]], [""], ["a", ""], [1, "a"], [[1], "a"], [1, [2]], [True], [1.0], [-1], [NUM_IDS], [[NUM_IDS]], [1 << 70], {}, 5]
-    + [["a"] * 129, [[1]] * 129, [None], [[["a"]]]],
-    ids=lambda prompt: repr(prompt)[:30],
-)
+WRONG_PROMPTS = [
+    *("", [], [[]], [""], ["a", ""], {}, 5, True),
+    *([1, "a"], [[1], "a"], [1, [2]], [None], [[["a"]]], [["a"]]),
+    *([True], [1.0], [-1], [1 << 70], [NUM_IDS], [[5], [NUM_IDS]]),
+    *(["a"] * 129, [[1]] * 129),
+]
+
+
+@pytest.mark.parametrize("prompt", WRONG_PROMPTS, ids=lambda prompt: repr(prompt)[:30])
 def test_wrong_prompts(prompt):
     response = make_world().complete(prompt=prompt)
     check_refusal(response)

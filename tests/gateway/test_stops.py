@@ -1,5 +1,7 @@
 """Stop strings: nothing of one is ever shown, wherever the text is cut."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +31,7 @@ def expected(text, stops, include):
 
 def cut(text, places):
     edges = sorted({0, len(text), *(place for place in places if place < len(text))})
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(edges)]
 
 
 @given(

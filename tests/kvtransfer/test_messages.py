@@ -4,7 +4,7 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.errors import MessageError
@@ -201,7 +201,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(frame=st.binary(max_size=64))
 def test_random_bytes_are_refused(frame):
     for decode in DIRECTIONS:
@@ -209,7 +209,7 @@ def test_random_bytes_are_refused(frame):
             decode(frame)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=st.sampled_from(CASES), data=st.data(), value=VALUES)
 def test_a_message_with_one_field_replaced_decodes_or_is_refused(case, data, value):
     decode, message = case
@@ -222,7 +222,7 @@ def test_a_message_with_one_field_replaced_decodes_or_is_refused(case, data, val
     assert decode(encode(decoded)) == decoded
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=st.sampled_from(CASES), data=st.data())
 def test_a_message_with_bytes_flipped_decodes_or_is_refused(case, data):
     decode, message = case

@@ -1,7 +1,7 @@
 """What prefill owes: the window holds, each (layer, token) is shipped exactly once, the oldest chunk first."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.errors import ProtocolError
@@ -140,7 +140,7 @@ def test_the_book_is_oldest_first_and_closes_once():
     assert len(book) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_interleaving_ships_every_token_of_every_layer_once(data):
     num_tokens, num_layers = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3))

@@ -33,9 +33,9 @@ def load(variables):
     return yaml.safe_load(text)["services"]
 
 
-def command_config(service):
+def command_config(service, environ=None):
     role, *argv = service["command"]
-    return parse(CONFIGS[role], argv, service["environment"], f"kvsplice {role}", "")
+    return parse(CONFIGS[role], argv, environ or {}, f"kvsplice {role}", "")
 
 
 def in_profile(profile):
@@ -55,7 +55,17 @@ def test_profiles():
 
 @pytest.mark.parametrize("name", sorted(load({})))
 def test_commands_are_accepted(name):
-    assert command_config(load(NODE)[name]).model == "smollm2-135m"
+    service = load(NODE)[name]
+    assert command_config(service).model == "smollm2-135m"
+    assert service["env_file"] == [{"path": "kvsplice.env", "required": False}]
+
+
+@pytest.mark.parametrize("name", sorted(load({})))
+def test_the_env_file_decides_the_model(name):
+    """Neither a flag nor `environment`, which would win, stands in its way."""
+    service = load(NODE)[name]
+    assert "environment" not in service
+    assert command_config(service, {"KVSPLICE_MODEL": "/models/other"}).model == "/models/other"
 
 
 def test_addresses_fit_each_other():

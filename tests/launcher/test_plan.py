@@ -38,7 +38,7 @@ def test_defaults():
     assert {config.model for config in (gateway, prefill, decode)} == {"/models/tiny"}
     assert prefill.cpu_threads == decode.cpu_threads == 4
     assert (prefill.worker_id, decode.worker_id) == ("prefill-0", "decode-0")
-    assert gateway.shutdown_timeout_s == decode.shutdown_timeout_s == 3.0
+    assert gateway.shutdown_timeout_s == decode.shutdown_timeout_s == 2.0
 
 
 def test_settings_are_passed_on():

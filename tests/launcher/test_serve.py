@@ -14,7 +14,7 @@ import pytest
 from launcher.cli import main
 from launcher.errors import LaunchError, PortUnavailableError
 from launcher.ports import dial_host, usable_port
-from launcher.probe import GatewayProbe
+from launcher.probe import GatewayProbe, _texts, has_chat_template
 from tests.launcher.children import is_running, wait_for
 
 SERVE = """
@@ -132,7 +132,7 @@ def test_dial_host():
 
 
 def test_the_curl_line_is_one_shell_command(tmp_path):
-    probe = GatewayProbe("127.0.0.1", 8000, 'it\'s "mine"', "secret")
+    probe = GatewayProbe("127.0.0.1", 8000, 'it\'s "mine"', "secret", chat=False)
     script = f'curl() {{ printf "%s\\n" "$@"; }}; KVSPLICE_API_KEY=k; {probe.curl_line}'
     words = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
     assert words[:2] == ["-N", "http://127.0.0.1:8000/v1/completions"]
@@ -140,8 +140,26 @@ def test_the_curl_line_is_one_shell_command(tmp_path):
     assert json.loads(words[-1])["model"] == 'it\'s "mine"'
 
 
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, False),
+        ({"tokenizer_config.json": "{}"}, False),
+        ({"tokenizer_config.json": '{"chat_template": "x"}'}, True),
+        ({"chat_template.jinja": "x"}, True),
+    ],
+)
+def test_a_model_with_a_chat_template_is_asked_a_question(tmp_path, files, expected):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert has_chat_template(tmp_path) is expected
+    probe = GatewayProbe("::1", 8000, "tiny", None, chat=expected)
+    assert probe.curl_line.startswith(f"curl -N http://[::1]:8000/v1/{'chat/' if expected else ''}completions -H ")
+    assert ('"messages"' in probe.curl_line) is expected
+
+
 def test_probe_without_a_gateway():
-    probe = GatewayProbe("127.0.0.1", usable_port("127.0.0.1", 0), "tiny", None)
+    probe = GatewayProbe("127.0.0.1", usable_port("127.0.0.1", 0), "tiny", None, chat=False)
     assert probe.health() == (False, "the gateway does not answer yet")
     with pytest.raises(LaunchError, match="refused"):
         list(probe.sample())
@@ -151,10 +169,21 @@ def test_sample_error_is_told():
     port = usable_port("127.0.0.1", 0)
     process = subprocess.Popen([sys.executable, "-m", "tests.launcher.fake_gateway", str(port)], env=os.environ)
     try:
-        probe = GatewayProbe("127.0.0.1", port, "other", None)
+        probe = GatewayProbe("127.0.0.1", port, "other", None, chat=False)
         wait_for(lambda: probe.health()[1] == "no decode worker")
         with pytest.raises(LaunchError, match="HTTP 404: no such model"):
             list(probe.sample())
     finally:
         process.kill()
         process.wait()
+
+
+def test_texts_of_events():
+    assert list(_texts(b'data: {"choices": [{"delta": {"role": "assistant"}}, {"delta": {"content": "a"}}]}\n')) == [
+        "",
+        "a",
+    ]
+    assert list(_texts(b'data: {"choices": []}\n')) == []
+    assert list(_texts(b"data: [DONE]\n")) == []
+    with pytest.raises(LaunchError, match="worker lost"):
+        list(_texts(b'data: {"error": {"message": "worker lost"}}\n'))

@@ -7,13 +7,14 @@ import pytest
 from launcher.errors import LaunchError
 from launcher.process import ChildProcess
 from launcher.supervisor import HEALTHY_UPTIME_S, MAX_RESTARTS, RestartBudget, Supervisor
+from launcher.terminal import MAX_HELD_LINES, Terminal
 from tests.launcher.children import POLITE, SHORT, STUBBORN, is_running, spec, wait_for
 
 
 @pytest.fixture
 def supervisors():
     made = []
-    yield lambda *specs: made.append(Supervisor(specs)) or made[-1]
+    yield lambda *specs: made.append(Supervisor(specs, Terminal())) or made[-1]
     for supervisor in made:
         supervisor.stop()
 
@@ -31,7 +32,7 @@ def test_a_long_life_clears_the_record():
 
 
 def test_output_is_shown_under_the_name(capfd):
-    child = ChildProcess(spec("decode-0", SHORT))
+    child = ChildProcess(spec("decode-0", SHORT), Terminal())
     assert child.wait(10)
     assert child.last_lines() == ["first line", "reason"]
     assert child.exit_code == 3
@@ -40,14 +41,14 @@ def test_output_is_shown_under_the_name(capfd):
 
 
 def test_a_signal_is_named():
-    child = ChildProcess(spec("x", POLITE))
+    child = ChildProcess(spec("x", POLITE), Terminal())
     child.kill()
     assert child.wait(10)
     assert child.how_it_ended == "was ended by SIGKILL"
 
 
 def test_only_the_last_lines_are_kept():
-    child = ChildProcess(spec("x", "for i in range(1000): print('line', i)"))
+    child = ChildProcess(spec("x", "for i in range(1000): print('line', i)"), Terminal())
     assert child.wait(10)
     assert child.last_lines() == [f"line {i}" for i in range(985, 1000)]
 
@@ -108,3 +109,16 @@ def test_a_child_that_keeps_dying_ends_it(supervisors):
 
     with pytest.raises(LaunchError, match="bad ended with exit code 7 after 5 restarts; giving up"):
         run_out()
+
+
+def test_held_lines_come_afterwards_and_are_bounded(capfd):
+    terminal = Terminal()
+    terminal.line("before")
+    with terminal.held():
+        for number in range(MAX_HELD_LINES + 1):
+            terminal.line(f"line {number}")
+        assert capfd.readouterr().err == "before\n"
+    lines = capfd.readouterr().err.splitlines()
+    assert (lines[0], lines[-1], len(lines)) == ("line 1", f"line {MAX_HELD_LINES}", MAX_HELD_LINES)
+    terminal.line("after")
+    assert capfd.readouterr().err == "after\n"

@@ -1,0 +1,126 @@
+"""What /metrics counts."""
+
+from dataclasses import replace
+
+import pytest
+
+from gateway.backend import RequestFailedError, TokenDelta
+from gateway.metrics import Metrics, RequestTimer
+from gateway.observer import Phases, RequestOutcome
+from gateway.worker import Worker
+from kvtransfer.messages import EndReason, Fingerprint, Hello, KvLayout, Limits, Load, Role
+from tests.gateway.http_world import ids_of, make_world, saying
+
+
+def values_of(metrics):
+    lines = [line for line in metrics.render().decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_the_times_of_one_choice():
+    clock = Clock()
+    metrics = Metrics(clock)
+    timer = RequestTimer(metrics, started_at=99.0, num_prompt_tokens=7)
+    timer.on_tokens(0)
+    clock.now = 101.0
+    timer.on_tokens(1)
+    for gap in (0.25, 0.5):
+        clock.now += gap
+        timer.on_tokens(1)
+    timer.end("stop")
+    values = values_of(metrics)
+    assert values["kvsplice:time_to_first_token_seconds_sum"] == 2.0
+    assert values["kvsplice:inter_token_latency_seconds_count"] == 2
+    assert values["kvsplice:inter_token_latency_seconds_sum"] == 0.75
+    assert values["kvsplice:request_time_per_output_token_seconds_sum"] == 0.375
+    assert values["kvsplice:e2e_request_latency_seconds_sum"] == 2.75
+    assert values["kvsplice:prompt_tokens_total"] == 7
+    assert values["kvsplice:generation_tokens_total"] == 3
+
+
+def test_one_token_has_no_time_per_output_token():
+    metrics = Metrics(Clock())
+    timer = RequestTimer(metrics, started_at=99.0, num_prompt_tokens=7)
+    timer.on_tokens(1)
+    timer.end("length")
+    assert values_of(metrics)["kvsplice:request_time_per_output_token_seconds_count"] == 0
+    assert values_of(metrics)["kvsplice:e2e_request_latency_seconds_count"] == 1
+
+
+def test_requests_are_counted_by_their_end():
+    world = make_world()
+    world.complete(prompt=["a", "b"])
+    world.backend.script = lambda *_: saying("zq", EndReason.LENGTH)
+    world.complete(stream=True)
+    world.backend.script = lambda *_: [TokenDelta(ids_of("z"), None), RequestFailedError("lost")]
+    world.complete()
+    values = values_of(world.metrics)
+    counts = {
+        r: values[f'kvsplice:request_success_total{{finished_reason="{r}"}}'] for r in ("stop", "length", "error")
+    }
+    assert counts == {"stop": 2, "length": 1, "error": 1}
+    assert values["kvsplice:e2e_request_latency_seconds_count"] == 3
+    assert values["kvsplice:time_to_first_token_seconds_count"] == 4
+    assert values["kvsplice:generation_tokens_total"] == 2 * (len(ids_of("hello world")) + 1) + 2 + 1
+
+
+def test_two_gateways_in_one_process_do_not_share_counts():
+    world, other = make_world(), make_world()
+    world.complete()
+    assert values_of(other.metrics)["kvsplice:generation_tokens_total"] == 0
+
+
+def test_the_endpoint_speaks_prometheus():
+    response = make_world().ask("GET", "/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    assert "# TYPE kvsplice:time_to_first_token_seconds histogram" in response.text
+    assert 'kvsplice:request_success_total{finished_reason="abort"} 0.0' in response.text
+
+
+def worker_of(role, worker_id, load):
+    hello = Hello(
+        protocol=1,
+        role=role,
+        worker_id=worker_id,
+        generation="g",
+        fingerprint=Fingerprint("a", "b", "c", "float32", 320),
+        layout=KvLayout(1, 1, 8, "float32", 16),
+        limits=Limits(100, 4, 1000),
+        kv_endpoint=None,
+    )
+    return Worker(hello=hello, heard_at=0.0, progress_at=0.0, load=load)
+
+
+def test_workers_are_read_when_metrics_are():
+    metrics, workers = Metrics(), []
+    metrics.watch_workers(lambda: workers)
+    workers.append(worker_of(Role.DECODE, "d0", Load(3, 2, 0.25, 75, 100)))
+    labels = '{role="decode",worker="d0"}'
+    values = values_of(metrics)
+    assert values["kvsplice:num_requests_running" + labels] == 3
+    assert values["kvsplice:num_requests_waiting" + labels] == 2
+    assert values["kvsplice:kv_cache_usage_perc" + labels] == 0.25
+    assert values["kvsplice:kv_cache_free_blocks" + labels] == 75
+    workers[0] = replace(workers[0], load=Load(0, 0, 0.0))
+    assert values_of(metrics)["kvsplice:num_requests_running" + labels] == 0
+    workers.clear()
+    assert "kvsplice:num_requests_running" + labels not in values_of(metrics)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_phases_of_dispatched_requests(missing):
+    phases = Phases(queue_s=0.5, prefill_s=1.0, handover_s=None if missing else 0.25, decode_s=4.0)
+    metrics = Metrics()
+    metrics.on_request_end(RequestOutcome("r", 5, 6, EndReason.STOP, None, 1.0, 6.0, phases))
+    values = values_of(metrics)
+    assert values["kvsplice:request_queue_time_seconds_sum"] == 0.5
+    assert values["kvsplice:request_prefill_time_seconds_sum"] == 1.0
+    assert values["kvsplice:request_decode_time_seconds_sum"] == 4.0
+    assert values["kvsplice:request_handover_time_seconds_count"] == (not missing)
