@@ -113,15 +113,15 @@ class Cluster:
         return worker is not None and worker.generation == generation
 
     def capable(self, role: Role, now: float) -> tuple[Worker, ...]:
-        """Live workers of `role` that make progress, by id."""
-        return tuple(worker for worker in self.workers if worker.role is role and not self._has_stalled(worker, now))
+        """Live workers of `role` that make progress and take new requests, by id."""
+        return tuple(worker for worker in self.workers if worker.role is role and self._is_capable(worker, now))
 
     def status(self, now: float) -> ClusterStatus:
-        """Ready means that each role has a worker that makes progress. A stalled worker is named in any case."""
+        """Ready means that each role has a capable worker. One that is not capable is named in any case."""
         reasons = [
-            f"{worker.role.value} worker {worker.worker_id} has stalled for {now - worker.progress_at:.0f} s"
+            f"{worker.role.value} worker {worker.worker_id} {self._incapacity(worker, now)}"
             for worker in self.workers
-            if self._has_stalled(worker, now)
+            if not self._is_capable(worker, now)
         ]
         present = {worker.role for worker in self.workers}
         reasons += [f"no {role.value} worker" for role in Role if role not in present]
@@ -234,6 +234,12 @@ class Cluster:
         self._retired[worker.worker_id, worker.generation] = reason
         if len(self._retired) > self.MAX_RETIRED:
             del self._retired[next(iter(self._retired))]
+
+    def _is_capable(self, worker: Worker, now: float) -> bool:
+        return not worker.is_draining and not self._has_stalled(worker, now)
+
+    def _incapacity(self, worker: Worker, now: float) -> str:
+        return "is shutting down" if worker.is_draining else f"has stalled for {now - worker.progress_at:.0f} s"
 
     def _has_stalled(self, worker: Worker, now: float) -> bool:
         return worker.has_stalled(self._settings.stalled_after_s, now)

@@ -1,14 +1,7 @@
 """Whether a worker that introduces itself fits: pure comparisons, each with a text that says what differs."""
 
-from collections.abc import Iterator
-
-from kvtransfer.messages import PROTOCOL_VERSION, Fingerprint, Hello, KvLayout, Part, Role
-
-_MAX_VALUE_CHARS = 80
-"""Of a value that is shown; with all fields different a reason stays within the bound of `Text`."""
-
-_OWN_CHOICES = frozenset({"block_size"})
-"""Layout fields that peers need not share: the wire never speaks of blocks."""
+from kvtransfer.layout import describe_mismatch
+from kvtransfer.messages import PROTOCOL_VERSION, Fingerprint, Hello, Role
 
 
 def identity_fault(sender: str, hello: Hello) -> str | None:
@@ -34,21 +27,7 @@ def vocabulary_fault(fingerprint: Fingerprint, tokenizer_vocab_size: int | None)
 
 def peer_fault(hello: Hello, peer: Hello) -> str | None:
     """What keeps two workers from exchanging KV: 'differs from decode-0: weights: abc != def; dtype: ...', or None."""
-    differences = [
-        *_differences(hello.fingerprint, peer.fingerprint, prefix=""),
-        *_differences(hello.layout, peer.layout, prefix="KV "),
-    ]
-    if not differences:
-        return None
-    return f"differs from {peer.worker_id}: {'; '.join(differences)}"
-
-
-def _differences(mine: Fingerprint | KvLayout, other: Part, prefix: str) -> Iterator[str]:
-    for name in mine.__struct_fields__:
-        left, right = getattr(mine, name), getattr(other, name)
-        if left != right and name not in _OWN_CHOICES:
-            yield f"{prefix}{name}: {_shown(left)} != {_shown(right)}"
-
-
-def _shown(value: object) -> str:
-    return str(value)[:_MAX_VALUE_CHARS]
+    difference = describe_mismatch(
+        (hello.protocol, hello.fingerprint, hello.layout), (peer.protocol, peer.fingerprint, peer.layout)
+    )
+    return None if difference is None else f"differs from {peer.worker_id}: {difference}"

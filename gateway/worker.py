@@ -20,6 +20,7 @@ class Worker:
     load: Load = field(default_factory=_nothing_to_do)
     is_confirmed: bool = False  # it has said something behind its Hello, so it has our Welcome
     is_stalled: bool = False  # as of the last tick
+    is_draining: bool = False  # it finishes what it has and takes no new requests
 
     @property
     def worker_id(self) -> str:
@@ -51,6 +52,7 @@ class Worker:
             progress=beat.progress,
             progress_at=now if moved else self.progress_at,
             is_stalled=self.is_stalled and not moved,
+            is_draining=beat.draining,
         )
 
     def forgiven(self, pause_s: float, now: float) -> "Worker":

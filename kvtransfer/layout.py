@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-import msgspec
-
 from kvtransfer.errors import ProtocolError
-from kvtransfer.messages import MAX_BODY_BYTES, PROTOCOL_VERSION, Fingerprint, KvHeader, KvLayout
+from kvtransfer.messages import MAX_BODY_BYTES, PROTOCOL_VERSION, Fingerprint, KvHeader, KvLayout, Part
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MAY_DIFFER = frozenset({"block_size"})
 """Layout fields in which peers may differ: the wire speaks tokens, pools speak blocks."""
+_MAX_VALUE_CHARS = 80
+"""Of a value that is shown: with all fields different, a reason stays within the bound of `Text`."""
 
 
 def describe_mismatch(ours: tuple[int, Fingerprint, KvLayout], theirs: tuple[int, Fingerprint, KvLayout]) -> str | None:
@@ -19,17 +19,23 @@ def describe_mismatch(ours: tuple[int, Fingerprint, KvLayout], theirs: tuple[int
     """
     (our_protocol, our_fingerprint, our_layout), (their_protocol, their_fingerprint, their_layout) = ours, theirs
     differences = [
-        *_differences("protocol", {"version": our_protocol}, {"version": their_protocol}),
-        *_differences("model", msgspec.structs.asdict(our_fingerprint), msgspec.structs.asdict(their_fingerprint)),
-        *_differences("KV", msgspec.structs.asdict(our_layout), msgspec.structs.asdict(their_layout)),
+        *_differences(our_fingerprint, their_fingerprint, "model "),
+        *_differences(our_layout, their_layout, "KV "),
     ]
+    if our_protocol != their_protocol:
+        differences.insert(0, f"protocol version: {our_protocol} != {their_protocol}")
     return "; ".join(differences) or None
 
 
-def _differences(what: str, ours: dict[str, object], theirs: dict[str, object]) -> Iterator[str]:
-    for field, value in ours.items():
-        if field not in _MAY_DIFFER and theirs[field] != value:
-            yield f"{what} {field}: {value} != {theirs[field]}"
+def _differences(ours: Part, theirs: Part, prefix: str) -> Iterator[str]:
+    for name in ours.__struct_fields__:
+        our_value, their_value = getattr(ours, name), getattr(theirs, name)
+        if our_value != their_value and name not in _MAY_DIFFER:
+            yield f"{prefix}{name}: {_shown(our_value)} != {_shown(their_value)}"
+
+
+def _shown(value: object) -> str:
+    return str(value)[:_MAX_VALUE_CHARS]
 
 
 def head_bytes(layout: KvLayout) -> int:

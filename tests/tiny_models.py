@@ -27,7 +27,8 @@ from transformers import (
 
 VOCAB_SIZE = 320
 MAX_POSITIONS = 1024
-BOS, EOS, END_OF_TURN, PAD = "<|bos|>", "<|eos|>", "<|im_end|>", "<|pad|>"
+BOS, EOS, END_OF_TURN, PAD = "<|bos|>", "<|eos|>", "<|im_end|>", "<|endoftext|>"
+# PAD has the name that Qwen2's tokenizer class looks for: it adds what it misses, and would outgrow the vocabulary.
 SPECIAL_TOKENS = (BOS, EOS, "<|im_start|>", END_OF_TURN, PAD)
 BOS_ID, EOS_ID, END_OF_TURN_ID, PAD_ID = 0, 1, 3, 4
 """config.json names EOS_ID as the end, generation_config.json both EOS_ID and END_OF_TURN_ID."""

@@ -78,8 +78,10 @@ class Cluster:
         self.start(role)
 
     def stop_all(self) -> None:
-        """Stops every role, whatever happens to the others; the first failure is raised at the end."""
+        """Stops all roles at once, whatever happens to single ones; the first failure is raised at the end."""
         failures: list[AssertionError] = []
+        for process in self._processes.values():
+            process.terminate()
         for role in list(self._processes):
             try:
                 self.stop(role)

@@ -74,12 +74,17 @@ class RoleProcess:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} still runs after {within_s:g} s\n{self.tail()}") from None
 
-    def stop(self) -> None:
-        """SIGTERM, unless it has ended; fails unless it ends with 0, in time, leaving nobody of its process group."""
-        if self.exit_code is None:
+    def terminate(self) -> None:
+        """SIGTERM if it still runs; does not wait."""
+        if self.exit_code is None and signal.SIGTERM not in self._signals_sent:
             if signal.SIGSTOP in self._signals_sent:
                 self.send(signal.SIGCONT)
             self.send(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """Ends it by SIGTERM, unless it has ended before: with 0, in time, leaving nobody of its process group."""
+        if self.exit_code is None or signal.SIGTERM in self._signals_sent:
+            self.terminate()
             try:
                 exit_code = self.wait(EXIT_WITHIN_S)
             finally:

@@ -11,9 +11,9 @@ NUM_STREAMS = 32
 def calls():
     """32 calls of mixed prompt and output lengths; every second one samples with a seed."""
     for i in range(NUM_STREAMS):
-        prompt = PROMPTS[i % len(PROMPTS)].text + " and so on," * (i * 5 % 37)
+        prompt = PROMPTS[i % len(PROMPTS)].text + " and so on," * (i * 5 % 29)
         sampling = {"temperature": 0.9, "top_p": 0.95, "seed": i} if i % 2 else {"temperature": 0}
-        yield {"prompt": prompt, "max_tokens": 4 + i * 7 % 21, "ignore_eos": True, **sampling}
+        yield {"prompt": prompt, "max_tokens": 3 + i * 7 % 13, "ignore_eos": True, **sampling}
 
 
 def test_thirty_two_streams_equal_their_solo_runs(cluster):

@@ -102,7 +102,8 @@ def test_each_architecture(architecture, tmp_path):
     bias = {str(token_id): -100 for token_id in suppressed}
     with running_cluster(flags, tmp_path) as running:
         for prompt in prompts:
-            reference = model.generate(prompt, 32, suppressed)
+            with torch_threads(1):
+                reference = model.generate(prompt, 32, suppressed)
             assert reference.margin > 1e-3
             answer = complete(running.http, prompt, max_tokens=32, logit_bias=bias)
             assert_same(answer, prompt, reference)

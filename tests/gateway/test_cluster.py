@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_refused_with_what_differs(sender, message, reason)
 def test_all_differences_are_named_at_once():
     wrong = hello("prefill-1", fingerprint=changed(FINGERPRINT, weights="w1", dtype="bfloat16"))
     reply = make("decode-0").receive("prefill-1", wrong, 1.0).reply
-    assert reply == Refused("differs from decode-0: weights: w1 != w0; dtype: bfloat16 != float32")
+    assert reply == Refused("differs from decode-0: model weights: w1 != w0; model dtype: bfloat16 != float32")
 
 
 def test_a_refusal_decodes_however_long_the_values_are():
@@ -320,6 +320,15 @@ def test_a_stalled_worker_recovers_with_its_first_step():
     cluster.receive("decode-0", beat(progress=2, running=1), 70.5)
     assert cluster.status(70.5).ready
     assert not cluster.workers[0].is_stalled
+
+
+def test_a_draining_worker_gets_nothing_new_and_keeps_what_it_has():
+    cluster = make(*BOTH)
+    draining = changed(beat(running=1), draining=True)
+    assert cluster.receive("decode-0", draining, 1.0).departed is None
+    assert cluster.capable(Role.DECODE, 1.0) == ()
+    assert cluster.is_live("decode-0", "g1")
+    assert cluster.status(1.0).reasons == ("decode worker decode-0 is shutting down",)
 
 
 # --- status ------------------------------------------------------------------------------------------

@@ -46,6 +46,19 @@ def test_wrong_methods_are_405_and_told_the_right_one():
     assert make_world().ask("DELETE", "/v1/models").status_code == 405
 
 
+def test_openapi_describes_every_route_and_the_bodies_as_they_are_checked():
+    document = make_world().ask("GET", "/openapi.json").json()
+    posts = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
+    gets = {"/v1/models", "/v1/models/{name}", "/version", "/health", "/metrics"}
+    assert {path for path, item in document["paths"].items() if "post" in item} == posts
+    assert {path for path, item in document["paths"].items() if "get" in item} == gets
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schema = document["components"]["schemas"][body["$ref"].rsplit("/", 1)[1]]
+    assert schema["additionalProperties"] is False
+    assert schema["required"] == ["prompt"]
+    assert schema["properties"]["top_p"]["maximum"] == 1.0
+
+
 # --- /tokenize, /detokenize --------------------------------------------------------------------------
 
 
