@@ -194,7 +194,7 @@ def invert(weights: torch.Tensor, uniforms: torch.Tensor, otherwise: torch.Tenso
     """
     sums = weights.cumsum(dim=-1)
     totals = sums[:, -1:]
-    # In float64 a product may round up to the total itself, which lies in nobody's share.
-    marks = torch.minimum((uniforms * totals).floor().to(torch.int64), totals - 1)
+    # Less than the total even where float64 rounds: a uniform is at most 1 - 2**-53, which takes half an ulp off.
+    marks = (uniforms * totals).floor().to(torch.int64)
     token_ids = torch.searchsorted(sums, marks, right=True).squeeze(1)
     return torch.where(totals.squeeze(1) > 0, token_ids, otherwise)

@@ -98,7 +98,7 @@ class OutgoingTransfer:
 
     def next_piece(self) -> Piece | None:
         """The next thing to ship, the chunk that has waited longest first, or None while nothing may go."""
-        if self.first_token is None or self.in_flight_bytes >= self.window_bytes:
+        if self.first_token is None:
             return None
         layer = self._longest_waiting_layer()
         if layer is None or self._tokens_allowed() == 0:

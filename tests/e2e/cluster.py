@@ -30,7 +30,7 @@ class ClusterFlags:
 
 
 class Cluster:
-    """Starts, watches and stops the roles; one process a role. Also names for their ports and metrics."""
+    """The processes, one a role, and what the gateway says of them on /health and /metrics."""
 
     def __init__(self, flags: ClusterFlags, folder: Path) -> None:
         self._flags = flags

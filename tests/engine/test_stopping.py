@@ -2,16 +2,11 @@
 
 import pytest
 
-from engine.request import Request
 from engine.stopping import finish_reason, stop_ids
-from kvtransfer.messages import EndReason, RequestSpec, SamplingParams
+from kvtransfer.messages import EndReason, SamplingParams
+from tests.engine.made_requests import request_with
 
 EOS = frozenset({2, 3})
-
-
-def request_with(output, *, prompt=(10, 11, 12), **sampling):
-    params = SamplingParams(**{"max_tokens": 8, "seed": 0, **sampling})
-    return Request(RequestSpec("r", 0, tuple(prompt), params), gateway="g", output_token_ids=list(output))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from gateway.backend import UnavailableError
 from gateway.cluster import ClusterSettings
@@ -34,6 +34,7 @@ class Part:
     worker_id: str
     generation: str
     next_index: int
+    knows_first: bool = False  # has said token 0
     ended: bool = False  # said so itself, or was lost
     failed: bool = False  # ended with a fault, or was lost before its end
     is_owed: bool | None = None  # a Cancel, as of the request's end; None while it runs
@@ -63,7 +64,8 @@ class Asked:
 
     @property
     def decode_has_all(self) -> bool:
-        return self.decode is not None and self.prefill.next_index == 1 and self.decode.next_index > 1
+        """Decode runs and token 0 is known, so prefill is not needed any more."""
+        return self.decode is not None and self.decode.next_index > 1 and any(part.knows_first for part in self.parts)
 
     def has_cause_to_fail(self, now: float) -> bool:
         came_too_early = self.decode is not None and self.decode.next_index > STREAM_LIMIT
@@ -78,13 +80,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.asked: list[Asked] = []
         self.generations = dict.fromkeys(WORKERS, 0)
         self.live: set[str] = set()
+        self.do(self._start())
 
     def do(self, coroutine):
         return self.loop.run_until_complete(coroutine)
-
-    @initialize()
-    def start(self) -> None:
-        self.do(self._start())
 
     async def _start(self) -> None:
         bounds = DispatchSettings(
@@ -98,6 +97,11 @@ class AnyOrder(RuleBasedStateMachine):
         self.running = self.loop.create_task(self.world.dispatcher.run(self.world.control))
         for worker_id in WORKERS:
             await self._join(worker_id)
+
+    @initialize(max_tokens=st.lists(st.sampled_from([2, 6, 12]), min_size=2, max_size=3))
+    def ask_some(self, max_tokens: list[int]) -> None:
+        for number in max_tokens:
+            self.ask(number)
 
     async def _join(self, worker_id: str) -> None:
         self.generations[worker_id] += 1
@@ -142,76 +146,67 @@ class AnyOrder(RuleBasedStateMachine):
         if self._is_over(asked):
             part.num_excused += 1
         part.next_index = max(part.next_index, stop)
+        part.knows_first = part.knows_first or start == 0 < stop
         part.failed = end in FAULTS and (part is asked.decode or not asked.decode_has_all)
         part.ended = end is not None
         tokens = asked.tokens(start, stop)
         self.do(self.world.say(part.worker_id, asked.spec, start, tokens, end, generation=part.generation))
 
-    @precondition(lambda self: self.asked)
-    @rule(data=st.data(), is_last=st.booleans())
-    def prefill_speaks(self, data, is_last: bool) -> None:
-        asked = self._pick(data)
-        if asked.prefill.ended or asked.prefill.next_index:
-            return
-        if asked.decode is None:
-            self._say(asked, asked.prefill, 0, 1, EndReason.STOP if is_last else EndReason.LENGTH)
-        else:  # decode speaks only if the first token wasn't the last
-            can_end = is_last and asked.decode.next_index == 1
-            self._say(asked, asked.prefill, 0, 1, EndReason.STOP if can_end else None)
+    # Few rules, each with choices inside: with a rule for each event, most examples would be all trouble and no work.
 
-    @precondition(lambda self: self.asked)
-    @rule(data=st.data())
-    def prefill_hands_over(self, data) -> None:
+    @rule(data=st.data(), roles=st.lists(st.sampled_from(["prefill", "decode", "decode"]), min_size=1, max_size=5))
+    def workers_work(self, data, roles: list[str]) -> None:
         asked = self._pick(data)
-        if asked.decode is not None and asked.prefill.next_index == 1 and not asked.prefill.ended:
+        for role in roles:
+            if asked.finish is not None and asked.finish[1] == 1:
+                return
+            if role == "prefill" and not asked.prefill.ended:
+                self._work_as_prefill(asked, is_last=data.draw(st.sampled_from([False, False, False, True])))
+            elif role == "decode" and asked.decode is not None and not asked.decode.ended:
+                self._work_as_decode(asked, asked.decode, data.draw(st.integers(1, 3)), data.draw(st.integers(0, 2)))
+
+    def _work_as_prefill(self, asked: Asked, is_last: bool) -> None:
+        """The first token, alone or with the end of the request; later the hand-over."""
+        if asked.prefill.next_index == 1:
             self._say(asked, asked.prefill, 1, 1, EndReason.HANDED_OVER)
+        elif asked.decode is None:
+            self._say(asked, asked.prefill, 0, 1, EndReason.LENGTH)
+        else:  # decode speaks only if the first token wasn't the last
+            self._say(asked, asked.prefill, 0, 1, EndReason.STOP if is_last and asked.decode.next_index == 1 else None)
 
-    @precondition(lambda self: self.asked)
-    @rule(data=st.data(), count=st.integers(1, 3), repeats=st.integers(0, 2), stops=st.booleans())
-    def decode_speaks(self, data, count: int, repeats: int, stops: bool) -> None:
-        asked = self._pick(data)
-        if asked.decode is None or asked.decode.ended or asked.finish is not None:
-            return
+    def _work_as_decode(self, asked: Asked, part: Part, count: int, repeats: int) -> None:
+        """The next tokens, perhaps with some that were said before; at times an early end."""
         max_tokens = asked.spec.sampling.max_tokens
-        stop = min(max_tokens, asked.decode.next_index + count)
-        end = EndReason.LENGTH if stop == max_tokens else EndReason.STOP if stops else None
-        self._say(asked, asked.decode, max(0, asked.decode.next_index - repeats), stop, end)
+        stop = min(max_tokens, part.next_index + count)
+        end = EndReason.LENGTH if stop == max_tokens else EndReason.STOP if (count, repeats) == (2, 2) else None
+        self._say(asked, part, max(0, part.next_index - repeats), stop, end)
 
-    @precondition(lambda self: self.asked)
-    @rule(data=st.data(), reason=st.sampled_from(FAULTS))
-    def a_worker_fails(self, data, reason: EndReason) -> None:
+    @rule(data=st.data(), what=st.sampled_from(["a worker fails", "the client leaves", "the client pauses"]))
+    def a_request_has_trouble(self, data, what: str) -> None:
         asked = self._pick(data)
-        part = data.draw(st.sampled_from(asked.parts))
-        if not part.ended:
-            self._say(asked, part, part.next_index, part.next_index, reason)
+        if what == "a worker fails":
+            part = data.draw(st.sampled_from(asked.parts))
+            if not part.ended:
+                self._say(asked, part, part.next_index, part.next_index, data.draw(st.sampled_from(FAULTS)))
+        elif what == "the client leaves":
+            asked.left = asked.left or not asked.client.task.done()
+            self.do(asked.client.leave())
+        else:
+            asked.was_slow = True
+            (asked.client.reading.clear if asked.client.reading.is_set() else asked.client.reading.set)()
+            self.do(self.world.settle())
 
-    @precondition(lambda self: self.asked)
-    @rule(data=st.data())
-    def a_client_leaves(self, data) -> None:
-        asked = self._pick(data)
-        asked.left = asked.left or not asked.client.task.done()
-        self.do(asked.client.leave())
-
-    @precondition(lambda self: self.asked)
-    @rule(data=st.data())
-    def a_client_stops_or_goes_on_reading(self, data) -> None:
-        asked = self._pick(data)
-        asked.was_slow = True
-        reading = asked.client.reading
-        (reading.clear if reading.is_set() else reading.set)()
-        self.do(self.world.settle())
-
-    @rule(worker_id=st.sampled_from(WORKERS), how=st.sampled_from(LOSSES), happens=st.booleans())
-    def a_worker_is_lost(self, worker_id: str, how: str, happens: bool) -> None:
-        if worker_id not in self.live or not happens:
+    @rule(worker_id=st.sampled_from(WORKERS), how=st.sampled_from(LOSSES))
+    def a_worker_is_lost_or_comes(self, worker_id: str, how: str) -> None:
+        if worker_id not in self.live:
+            self.do(self._join(worker_id))
             return
         self.live.discard(worker_id)
         for asked in self.asked:
-            for part in asked.parts:
-                if part.worker_id == worker_id and not part.ended:
-                    part.ended = True
-                    part.failed = part is asked.decode or not asked.decode_has_all
-                    part.num_excused += how == "silence"  # a deadline may come before the silence is noticed
+            for part in (part for part in asked.parts if part.worker_id == worker_id and not part.ended):
+                part.ended = True
+                part.failed = part is asked.decode or not asked.decode_has_all
+                part.num_excused += how == "silence"  # a deadline may come before the silence is noticed
         self._lose(worker_id, how)
 
     def _lose(self, worker_id: str, how: str) -> None:
@@ -222,11 +217,6 @@ class AnyOrder(RuleBasedStateMachine):
         else:
             message = MessageError("bad") if how == "malformed" else Goodbye(self._generation(worker_id), "bye")
             self.do(self.world.hear(worker_id, message))
-
-    @rule(worker_id=st.sampled_from(WORKERS))
-    def a_worker_comes(self, worker_id: str) -> None:
-        if worker_id not in self.live:
-            self.do(self._join(worker_id))
 
     @rule(seconds=st.sampled_from([0.25, 1.0, 21.0]))
     def time_passes(self, seconds: float) -> None:
@@ -279,8 +269,6 @@ class AnyOrder(RuleBasedStateMachine):
                 assert asked.has_cause_to_fail(self.world.clock.now), asked.client.error
 
     def teardown(self) -> None:
-        if not hasattr(self, "world"):
-            return
         for asked in self.asked:
             asked.client.reading.set()
         self._pass_time(60)
@@ -306,7 +294,6 @@ TestAnyOrder = AnyOrder.TestCase
 def test_the_machine_reaches_the_good_end():
     """A control of the machine itself: its moves do carry a request to its finish."""
     machine = AnyOrder()
-    machine.start()
     machine.ask(max_tokens=2)
     [asked] = machine.asked
     machine._say(asked, asked.prefill, 0, 1, None)
@@ -314,7 +301,7 @@ def test_the_machine_reaches_the_good_end():
     machine.each_request_ends_once_and_its_tokens_are_true()
     assert asked.client.finish is EndReason.LENGTH
     for worker_id in ("decode-0", "decode-1"):
-        machine.a_worker_is_lost(worker_id, "goodbye", True)
+        machine.a_worker_is_lost_or_comes(worker_id, "goodbye")
     machine.ask(max_tokens=2)
     assert len(machine.asked) == 1
     assert isinstance(machine.do(machine.world.ask()).error, UnavailableError)

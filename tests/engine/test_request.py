@@ -1,0 +1,77 @@
+"""Request states, token slices and lifetime readings."""
+
+import itertools
+
+import pytest
+
+from engine.request import IllegalMoveError, Request, RequestState, ScheduledRow
+from kvtransfer.messages import LifetimeEvent
+from tests.kvtransfer.samples import spec
+
+W, REC, RUN, HAND, CLOSE, END = RequestState
+LEGAL = {
+    (W, REC),
+    (W, RUN),
+    (W, CLOSE),
+    (W, END),
+    (REC, RUN),
+    (REC, CLOSE),
+    (REC, END),
+    (RUN, HAND),
+    (RUN, CLOSE),
+    (RUN, END),
+    (HAND, CLOSE),
+    (HAND, END),
+    (CLOSE, END),
+}
+
+
+def request(num_prompt=3, output=()) -> Request:
+    return Request(spec("r", num_prompt, attempt=2), "gw", output_token_ids=list(output))
+
+
+@pytest.mark.parametrize(("old", "new"), [*itertools.product(RequestState, RequestState)])
+def test_every_move(old, new):
+    moved = Request(spec(), "gw", state=old)
+    if (old, new) in LEGAL:
+        moved.move(new)
+        assert moved.state is new
+    else:
+        with pytest.raises(IllegalMoveError, match=f"{old.name} -> {new.name}"):
+            moved.move(new)
+        assert moved.state is old
+
+
+def test_tokens_are_prompt_then_output():
+    made = request(3, [7, 8])
+    assert made.key == ("r", 2)
+    assert (made.num_prompt, made.num_tokens, made.num_uncomputed) == (3, 5, 5)
+    whole = [10, 11, 12, 7, 8]
+    for start, stop in itertools.combinations(range(6), 2):
+        assert made.token_slice(start, stop) == whole[start:stop]
+    assert made.token_slice(2, 2) == []
+
+
+def test_uncomputed_tokens():
+    made = request(3, [7])
+    made.num_computed = 3
+    assert made.num_uncomputed == 1
+
+
+def test_readings_count_from_the_receipt_and_the_first_reading_stands():
+    made = request()
+    made.record(LifetimeEvent.RECEIVED, 10.0)
+    made.record(LifetimeEvent.RUNNING, 12.5)
+    made.record(LifetimeEvent.RUNNING, 99.0)
+    assert made.readings() == {LifetimeEvent.RECEIVED: 0.0, LifetimeEvent.RUNNING: 2.5}
+
+
+@pytest.mark.parametrize(("start", "count", "samples"), [(0, 3, False), (0, 4, True), (3, 1, True), (2, 1, False)])
+def test_a_row_samples_at_the_last_known_token(start, count, samples):
+    row = ScheduledRow(request(3, [7]), start, count)
+    assert row.stop == start + count
+    assert row.samples is samples
+
+
+def test_requests_are_compared_by_identity():
+    assert request() != request()

@@ -1,0 +1,36 @@
+"""What the outside world knows of a scheduler's requests: enough to notice a gap, a repeat or a second end."""
+
+from kvtransfer.messages import EndReason
+
+
+class Ledger:
+    """Every output of every request, and the end that each must have exactly once."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, EndReason] = {}
+
+    def born(self, request_id: str) -> None:
+        assert request_id not in self.tokens
+        self.tokens[request_id] = []
+
+    def take(self, outgoing) -> None:
+        for item in outgoing:
+            output = item.output
+            known = self.tokens[output.request_id]
+            assert output.request_id not in self.ends, f"{output.request_id} spoke after its end"
+            assert output.start <= len(known), f"a gap in {output.request_id}"
+            assert (
+                tuple(known[output.start : output.start + len(output.token_ids)])
+                == output.token_ids[: len(known) - output.start]
+            ), "contradiction"
+            known[output.start :] = output.token_ids
+            if output.end is not None:
+                self.ends[output.request_id] = output.end.reason
+
+    @property
+    def alive(self) -> list[str]:
+        return [request_id for request_id in self.tokens if request_id not in self.ends]
+
+    def check_all_have_ended(self) -> None:
+        assert self.alive == []

@@ -1,0 +1,100 @@
+"""Requests and ends for scheduler tests: no model, no socket, and the clock is an argument."""
+
+from decode.scheduler import DecodeJob, DecodeLimits, DecodeScheduler
+from engine.block_pool import BlockPool
+from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
+from kvtransfer.messages import DecodeTarget
+from kvtransfer.outgoing import TransferEnded, TransferOutcome
+from prefill.scheduler import PrefillJob, PrefillLimits, PrefillScheduler
+from tests.kvtransfer.samples import spec
+
+EOS = 1
+TARGET = DecodeTarget("decode-0", "g2", "tcp://127.0.0.1:9")
+PEER = ("prefill-0", "g1")
+
+
+class Prefill:
+    """A prefill scheduler with its pool."""
+
+    def __init__(self, num_blocks=16, block_size=4, **limits) -> None:
+        defaults = {
+            "max_num_batched_tokens": 8,
+            "max_num_seqs": 4,
+            "max_waiting": 8,
+            "max_model_len": 64,
+            "lease": 10.0,
+        }
+        self.pool = BlockPool(num_blocks, block_size)
+        self.scheduler = PrefillScheduler(self.pool, PrefillLimits(**(defaults | limits)), frozenset({EOS}))
+
+    def add(self, request_id="r", num_prompt=4, now=0.0, target=TARGET, gateway="gw", **sampling) -> PrefillJob:
+        job = PrefillJob(spec=spec(request_id, num_prompt, **sampling), gateway=gateway, target=target)
+        self.scheduler.add(job, now)
+        return job
+
+    def step(self, now=1.0, token_id=50) -> dict[str, tuple[int, int]]:
+        """One step in which every finished prompt samples `token_id`; the rows by request id."""
+        rows = self.scheduler.schedule(now)
+        self.scheduler.complete(rows, [token_id if row.samples else None for row in rows], now)
+        self.check()
+        return {row.request.spec.request_id: (row.start, row.stop) for row in rows}
+
+    def ended(self, request_id="r", outcome=TransferOutcome.DONE, now=2.0, reason="") -> None:
+        self.scheduler.transfer_ended(TransferEnded((request_id, 0), outcome, reason), now)
+        self.check()
+
+    def check(self) -> None:
+        self.pool.check_integrity(self.scheduler.held_blocks())
+
+    def check_all_is_empty(self) -> None:
+        self.check()
+        assert len(self.scheduler) == self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.pool.num_free == self.pool.num_blocks
+
+
+class Decode:
+    """A decode scheduler with its pool."""
+
+    def __init__(self, num_blocks=16, block_size=4, **limits) -> None:
+        defaults = {"max_num_seqs": 4, "max_waiting": 8, "max_model_len": 64, "lease": 10.0}
+        self.pool = BlockPool(num_blocks, block_size)
+        self.scheduler = DecodeScheduler(self.pool, DecodeLimits(**(defaults | limits)), frozenset({EOS}))
+
+    def add(self, request_id="r", num_prompt=4, now=0.0, gateway="gw", **sampling) -> DecodeJob:
+        job = DecodeJob(spec=spec(request_id, num_prompt, **sampling), gateway=gateway, peer=PEER)
+        self.scheduler.add(job, now)
+        return job
+
+    def arrive(self, request_id="r", token_id=50, now=1.0) -> None:
+        self.ended(request_id, ReceptionOutcome.ARRIVED, token_id, now)
+
+    def ended(self, request_id="r", outcome=ReceptionOutcome.CLOSED, token_id=None, now=1.0, reason="") -> None:
+        self.scheduler.reception_ended(ReceptionEnded((request_id, 0), outcome, token_id, None, reason), now)
+        self.check()
+
+    def step(self, now=2.0, token_id=60) -> list[str]:
+        """One step in which every row samples `token_id`; the ids of the requests that took part."""
+        rows = self.scheduler.schedule(now)
+        assert all(row.samples and row.count == 1 for row in rows)
+        self.scheduler.complete(rows, [token_id] * len(rows), now)
+        self.check()
+        return [row.request.spec.request_id for row in rows]
+
+    check = Prefill.check
+    check_all_is_empty = Prefill.check_all_is_empty
+
+
+def outputs_of(world) -> list:
+    """(request id, start, token ids, end reason) of all that the gateways have to know."""
+    return [
+        (item.output.request_id, item.output.start, item.output.token_ids, item.output.end and item.output.end.reason)
+        for item in world.scheduler.take_outputs()
+    ]
+
+
+def commands_of(world) -> list:
+    """What the transfer thread is to do, as (name of the command, request id)."""
+    return [
+        (type(command).__name__, command.request.key[0] if hasattr(command, "request") else command.key[0])
+        for command in world.scheduler.take_commands()
+    ]
