@@ -1,6 +1,7 @@
 """Puts a worker's engine together from its settings: model, KV pool, block books, runner; and says who it is."""
 
 import os
+import re
 import secrets
 import socket
 from dataclasses import dataclass
@@ -66,10 +67,15 @@ def introduce(config: EngineConfig, role: Role, engine: Engine, kv_endpoint: str
     return Hello(
         protocol=PROTOCOL_VERSION,
         role=role,
-        worker_id=config.worker_id or f"{role.value}-{socket.gethostname()}-{os.getpid()}",
+        worker_id=config.worker_id or default_worker_id(role, socket.gethostname(), os.getpid()),
         generation=secrets.token_hex(8),
         fingerprint=engine.fingerprint,
         layout=engine.layout,
         limits=Limits(engine.max_model_len, config.max_num_seqs, engine.kv_cache.num_tokens),
         kv_endpoint=kv_endpoint,
     )
+
+
+def default_worker_id(role: Role, host: str, pid: int) -> str:
+    """A name for the wire; whatever a host name may hold beyond letters and digits becomes a dash."""
+    return f"{role.value}-{re.sub('[^A-Za-z0-9-]', '-', host)[:64]}-{pid}"

@@ -1,9 +1,11 @@
 """Settings that prefill and decode workers share."""
 
+import re
 from dataclasses import dataclass
 
 from kvtransfer.addresses import check_endpoint
 from kvtransfer.errors import SettingsError
+from kvtransfer.messages import NAME_PATTERN
 from kvtransfer.settings import Settings, setting
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -110,5 +112,7 @@ class EngineConfig(Settings):
             raise SettingsError("--gateway names the same address twice")
         for address in self.gateway:
             check_endpoint("--gateway", address)
+        if self.worker_id is not None and not re.fullmatch(NAME_PATTERN, self.worker_id):
+            raise SettingsError("--worker-id takes 1 to 128 letters, digits and _.:-")
         if self.gateway_dead_after_s <= self.heartbeat_interval_s:
             raise SettingsError("--gateway-dead-after-s must be longer than --heartbeat-interval-s")

@@ -7,7 +7,7 @@ from typing import Protocol
 from engine.admission import check_spec
 from engine.assembly import Engine
 from engine.errors import RejectedError
-from engine.request import Outgoing, RequestKey
+from engine.request import Outgoing, Request, RequestKey
 from kvtransfer.messages import Cancel, EndReason, Load, RequestEnd, RequestOutput, RequestSpec
 
 
@@ -21,6 +21,8 @@ class SchedulerBook(Protocol):
 
     @property
     def num_waiting(self) -> int: ...
+
+    def find(self, key: RequestKey) -> Request | None: ...
 
     def held_blocks(self) -> Iterator[tuple[RequestKey, Sequence[int]]]: ...
 
@@ -53,8 +55,12 @@ class EngineRole(abc.ABC):
         pool, book = self._engine.pool, self._book
         return Load(book.num_running, book.num_waiting, pool.usage, pool.num_free, pool.num_blocks)
 
-    def cancel(self, message: Cancel, now: float) -> None:
-        self._book.cancel((message.request_id, message.attempt), now)
+    def cancel(self, gateway: str, message: Cancel, now: float) -> None:
+        """The owner no longer wants the request; the word of another gateway doesn't count."""
+        key = (message.request_id, message.attempt)
+        request = self._book.find(key)
+        if request is not None and request.gateway == gateway:
+            self._book.cancel(key, now)
 
     def cancel_all_of(self, gateway: str, now: float) -> None:
         self._book.cancel_all_of(gateway, now)

@@ -49,7 +49,7 @@ class WorkerRole(Protocol):
         """Takes a request in, or ends it at once; never raises on what a client sent."""
         ...
 
-    def cancel(self, message: Cancel, now: float) -> None: ...
+    def cancel(self, gateway: str, message: Cancel, now: float) -> None: ...
 
     def cancel_all_of(self, gateway: str, now: float) -> None: ...
 
@@ -121,7 +121,7 @@ class Worker:
         self._is_checked = False
         match event:
             case FromGateway(gateway, Cancel() as cancel):
-                self.role.cancel(cancel, now)
+                self.role.cancel(gateway, cancel, now)
             case FromGateway(gateway, message):
                 self._on_request(gateway, message, now)
             case GatewayLost(gateway):

@@ -140,7 +140,9 @@ def test_a_request_from_reservation_to_its_end(role):
 def test_a_cancelled_request_is_closed_at_the_receiver(role):
     role.add("gw", DecodeRequest(spec("r", 6), *PEER), 0.0)
     role.flush()
-    role.cancel(Cancel("r", 0), 1.0)
+    role.cancel("another", Cancel("r", 0), 1.0)
+    assert outputs_of(role) == []
+    role.cancel("gw", Cancel("r", 0), 1.0)
     assert outputs_of(role) == [("gw", 0, (), EndReason.CANCELLED)]
     assert calls_of(role)[-1] == ("close", KEY, "cancelled")
     assert not role.is_empty()

@@ -35,7 +35,7 @@ class FakeRole:
     def add(self, gateway, message, now) -> None:
         self.held[message.request.request_id] = gateway
 
-    def cancel(self, message, now) -> None:
+    def cancel(self, gateway, message, now) -> None:
         self._end(message.request_id, EndReason.CANCELLED)
 
     def cancel_all_of(self, gateway, now) -> None:

@@ -126,7 +126,9 @@ def test_layers_of_a_request_that_goes_nowhere_are_not_announced(role):
 def test_a_cancelled_request_is_aborted_at_the_sender(role):
     role.add("gw", PrefillRequest(spec("r", 10), TARGET), 0.0)
     role.flush()
-    role.cancel(Cancel("r", 0), 1.0)
+    role.cancel("another", Cancel("r", 0), 1.0)
+    assert ends_of(role) == []
+    role.cancel("gw", Cancel("r", 0), 1.0)
     assert ends_of(role) == [("gw", "r", EndReason.CANCELLED)]
     assert calls_of(role)[-1] == ("abort", KEY, "cancelled", False)
     role.on_transfer(TransferEnded(KEY, TransferOutcome.ABORTED), 2.0)
