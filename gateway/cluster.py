@@ -5,7 +5,7 @@
               Hello that fits             silent, Goodbye, malformed message, newer generation
     unknown -------------------->  live  -------------------------------------------------------> unknown
        |                            |  ^
-       | anything but Hello         |  | progress moves, or nothing to do
+       | anything but Hello         |  | progress moves                 
        v                            v  |
     Reintroduce                   stalled: live, but gets no new requests
 

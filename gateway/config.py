@@ -73,7 +73,7 @@ class GatewayConfig(Settings):
     )
     stalled_after_s: float = setting(
         60.0,
-        "A worker whose engine makes no step for so many seconds, although it has work, gets no more of it.",
+        "A worker whose engine stands still for so many seconds gets no more requests.",
         group="timing",
         ge=0.1,
         le=86400,

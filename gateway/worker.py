@@ -15,7 +15,7 @@ class Worker:
 
     hello: Hello
     heard_at: float
-    progress_at: float  # when `progress` last moved, or the worker last said that it has nothing to do
+    progress_at: float  # when `progress` last moved; an idle engine moves it too
     progress: int = 0
     load: Load = field(default_factory=_nothing_to_do)
     is_confirmed: bool = False  # it has said something behind its Hello, so it has our Welcome
@@ -44,8 +44,7 @@ class Worker:
 
     def after(self, beat: Heartbeat, now: float) -> "Worker":
         """This worker after a heartbeat."""
-        is_idle = beat.load.num_running + beat.load.num_waiting == 0
-        moved = is_idle or beat.progress != self.progress
+        moved = beat.progress != self.progress
         return replace(
             self.heard(now),
             load=beat.load,
@@ -64,5 +63,5 @@ class Worker:
         )
 
     def has_stalled(self, stalled_after_s: float, now: float) -> bool:
-        """Whether it has had work for so long without a step."""
+        """Whether its engine has stood still for so long; an idle one wakes up several times a second."""
         return now - self.progress_at >= stalled_after_s

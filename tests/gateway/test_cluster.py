@@ -292,18 +292,17 @@ def test_a_busy_worker_without_progress_gets_nothing_and_health_says_so():
     assert status.max_model_len is None
 
 
-@pytest.mark.parametrize(("running", "progress_step"), [(1, 1), (0, 0)])
-def test_progress_or_nothing_to_do_is_no_stall(running, progress_step):
+@pytest.mark.parametrize("running", [0, 1])
+def test_progress_is_no_stall(running):
     cluster = make(*BOTH)
-    assert stall(cluster, 200, running, progress_step) == []
+    assert stall(cluster, 200, running, progress_step=1) == []
     assert cluster.status(200.0).ready
 
 
-def test_a_long_idle_worker_has_time_for_its_first_step():
-    cluster = make(*BOTH)
-    stall(cluster, 200, running=0, progress_step=0)
-    cluster.receive("decode-0", beat(running=1), 200.5)
-    assert cluster.status(200.5).ready
+def test_an_engine_that_dies_while_idle_is_noticed_before_anybody_needs_it():
+    cluster = make(*BOTH, stalled_after_s=60)
+    assert stall(cluster, 61, running=0, progress_step=0) == ["decode-0"]
+    assert not cluster.status(61.0).ready
 
 
 def test_a_pause_of_the_gateway_is_no_stall():
