@@ -12,7 +12,6 @@ A request reserves room for prompt + max_tokens - 1 tokens: the last token is ne
 can be left without a block.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from engine.request import Outgoing, Request, RequestKey, RequestState, Schedule
 from engine.request_book import RequestBook
 from engine.stopping import finish_reason
 from kvtransfer.incoming import PeerId, ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import MAX_TEXT_CHARS, EndReason, LifetimeEvent, RequestEnd, RequestOutput
+from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestOutput
 
 
 @dataclass(frozen=True)
@@ -61,64 +60,28 @@ class CloseReception:
 ReceptionCommand = ExpectKv | CloseReception
 
 
-class DecodeScheduler(RequestBook[DecodeJob]):
+class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
     """Owns all requests of a decode worker. What it decides is drained by `take_outputs` and `take_commands`."""
 
     def __init__(self, pool: BlockPool, limits: DecodeLimits, eos_token_ids: AbstractSet[int]) -> None:
-        super().__init__()
-        self._pool = pool
+        super().__init__(pool, limits.max_waiting)
         self._limits = limits
         self._eos_token_ids = eos_token_ids
-        self._waiting: deque[DecodeJob] = deque()
-        self._running: list[DecodeJob] = []
-        self._commands: list[ReceptionCommand] = []
-
-    # --- what it holds
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._requests) - len(self._waiting)
-
-    def take_commands(self) -> list[ReceptionCommand]:
-        commands, self._commands = self._commands, []
-        return commands
-
-    # --- events
-
-    def add(self, request: DecodeJob, now: float) -> None:
-        """Queues a request, or ends it at once with OVERLOADED if the queue is full."""
-        if request.key in self._requests:
-            return  # a repeated message; the first one is being served
-        request.record(LifetimeEvent.RECEIVED, now)
-        self._requests[request.key] = request
-        if len(self._waiting) >= self._limits.max_waiting:
-            self._end(request, EndReason.OVERLOADED, now, "the decode queue is full")
-            return
-        self._waiting.append(request)
-        self._reserve(now)
 
     def reception_ended(self, event: ReceptionEnded, now: float) -> None:
         """The receiver will not touch the request's blocks again; ARRIVED brings the first token."""
         request = self._requests.get(event.key)
         if request is None:
             return
+        request.lent = False
         if request.state is RequestState.CLOSING:
             self._release(request, now)
-            return
-        request.move(RequestState.RUNNING)
-        self._running.append(request)
-        if event.outcome is not ReceptionOutcome.ARRIVED or event.first_token_id is None:
+        elif event.outcome is not ReceptionOutcome.ARRIVED or event.first_token_id is None:
             self._end(request, EndReason.FAILED, now, f"the KV did not arrive: {event.reason or event.outcome.value}")
-            return
-        if event.first_frame_at is not None:
-            request.record(LifetimeEvent.FIRST_FRAME, event.first_frame_at)
-        request.record(LifetimeEvent.SPLICED, now)
-        request.num_computed = request.num_prompt
-        self._append(request, event.first_token_id, now)
+        else:
+            if event.first_frame_at is not None:
+                request.record(LifetimeEvent.FIRST_FRAME, event.first_frame_at)
+            self._start_running(request, event.first_token_id, now)
 
     def expire(self, now: float) -> None:
         """Ends requests that have waited for room longer than the lease."""
@@ -146,6 +109,13 @@ class DecodeScheduler(RequestBook[DecodeJob]):
             if row.request.num_reported < len(row.request.output_token_ids):
                 self._say(row.request, None)
 
+    def _start_running(self, request: DecodeJob, first_token_id: int, now: float) -> None:
+        request.record(LifetimeEvent.SPLICED, now)
+        request.move(RequestState.RUNNING)
+        self._running.append(request)
+        request.num_computed = request.num_prompt
+        self._append(request, first_token_id, now)
+
     def _append(self, request: DecodeJob, token_id: int, now: float) -> None:
         request.output_token_ids.append(token_id)
         reason = finish_reason(request, self._eos_token_ids, self._limits.max_model_len)
@@ -161,31 +131,21 @@ class DecodeScheduler(RequestBook[DecodeJob]):
             request.block_ids = self._pool.allocate(num_tokens, owner=request.key)
             self._waiting.popleft()
             request.move(RequestState.RECEIVING)
+            request.lent = True
             request.record(LifetimeEvent.RESERVED, now)
             self._commands.append(ExpectKv(request))
 
-    # --- ends
+    # --- queue, end, word
 
-    def _end(self, request: DecodeJob, reason: EndReason, now: float, message: str = "") -> None:
-        request.record(LifetimeEvent.ENDED, now)
-        request.end_reason = reason
-        self._say(request, RequestEnd(reason, message[:MAX_TEXT_CHARS]))
-        if request.state is RequestState.RECEIVING:
-            request.move(RequestState.CLOSING)
-            self._commands.append(CloseReception(request.key, message or reason.value))
-            return
-        if request.state is RequestState.RUNNING:
-            self._running.remove(request)
-        elif request in self._waiting:
-            self._waiting.remove(request)
-        self._release(request, now)
+    def _queued(self, request: DecodeJob, now: float) -> None:
+        self._reserve(now)
 
     def _release(self, request: DecodeJob, now: float) -> None:
-        self._pool.free(request.block_ids, owner=request.key)
-        request.block_ids = []
-        request.move(RequestState.ENDED)
-        del self._requests[request.key]
+        super()._release(request, now)
         self._reserve(now)
+
+    def _stop_transfer(self, request: DecodeJob, reason: EndReason, message: str) -> ReceptionCommand:
+        return CloseReception(request.key, message or reason.value)
 
     def _say(self, request: DecodeJob, end: RequestEnd | None) -> None:
         """Tells the gateway what is new. The first token is said again: prefill's word may have been lost with it."""

@@ -7,7 +7,7 @@
 """
 
 import logging
-import time
+from collections.abc import Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from decode.scheduler import CloseReception, DecodeJob, DecodeScheduler, ExpectK
 from engine.assembly import Engine
 from engine.buffers import from_bytes
 from engine.kv_cache import dtype_named
+from engine.request import ScheduledRow
 from engine.role import EngineRole
 from kvtransfer.channel import KvBody
 from kvtransfer.control import RequestMessage
@@ -52,7 +53,7 @@ class PoolSink:
             torch.cuda.current_stream(self._kv_cache.device).synchronize()
 
 
-class DecodeRole(EngineRole):
+class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
     """The decode side of `kvtransfer.worker.WorkerRole`."""
 
     def __init__(self, engine: Engine, scheduler: DecodeScheduler, receiver: KvReceiver) -> None:
@@ -81,19 +82,8 @@ class DecodeRole(EngineRole):
         assert isinstance(event, ReceptionEnded), event
         self._scheduler.reception_ended(event, now)
 
-    def step(self) -> bool:
-        now = time.monotonic()
-        self._scheduler.expire(now)
-        rows = self._scheduler.schedule(now)
-        if not rows:
-            return False
-        sampled = self._engine.runner.step(rows)
-        self._scheduler.complete(rows, sampled, time.monotonic())
-        return True
-
-    def _carry_out_commands(self) -> None:
-        for command in self._scheduler.take_commands():
-            self._carry_out(command)
+    def _compute(self, rows: Sequence[ScheduledRow]) -> list[int | None]:
+        return self._engine.runner.step(rows)
 
     def _carry_out(self, command: ReceptionCommand) -> None:
         match command:

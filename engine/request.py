@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtransfer.messages import EndReason, LifetimeEvent, RequestOutput, RequestSpec, SamplingParams
+from kvtransfer.messages import LifetimeEvent, RequestOutput, RequestSpec, SamplingParams
 
 RequestKey = tuple[str, int]
 """(request_id, attempt): names one hand-over."""
@@ -56,7 +56,8 @@ class IllegalMoveError(AssertionError):
 class Request:
     """Tokens, blocks and progress of (request, attempt) on this worker.
 
-    `gateway` is the name of the gateway that owns it; `events` holds clock readings in seconds (monotonic).
+    `gateway` is the name of the gateway that owns it; `events` holds clock readings in seconds (monotonic). `lent`: a
+    transfer's thread may touch its blocks, so they can't be freed before the transfer has ended.
     """
 
     spec: RequestSpec
@@ -66,7 +67,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     events: dict[LifetimeEvent, float] = field(default_factory=dict)
-    end_reason: EndReason | None = None
+    lent: bool = False
 
     @property
     def key(self) -> RequestKey:

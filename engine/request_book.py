@@ -1,27 +1,52 @@
-"""What both schedulers keep: the requests of one worker, what they have to say, and who may end them.
+"""What the schedulers of both roles have in common: their requests, queues and books, and how a request ends.
 
-Knows no torch, socket or clock.
+Knows no torch, socket or clock. A request is in exactly one place:
+
+    _waiting (WAITING) -> _running (RUNNING) -> neither, while a transfer has it (RECEIVING, HANDING_OVER, CLOSING)
+
+and in `_requests` until its blocks are free again. What a scheduler decides is drained by its worker: `take_outputs` is
+for the gateways, `take_commands` for the thread that moves KV.
 """
 
 import abc
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
-from engine.request import Outgoing, Request, RequestKey, RequestState
-from kvtransfer.messages import EndReason, RequestEnd
+from engine.block_pool import BlockPool
+from engine.request import Outgoing, Request, RequestKey, RequestState, ScheduledRow
+from kvtransfer.messages import MAX_TEXT_CHARS, EndReason, LifetimeEvent, RequestEnd
 
 Job = TypeVar("Job", bound=Request)
+Command = TypeVar("Command")
 
 
-class RequestBook(abc.ABC, Generic[Job]):
-    """All requests of a worker by key. A request leaves the book when its blocks are free again."""
+class RequestBook(abc.ABC, Generic[Job, Command]):
+    """All requests of a worker. Subclasses say when a request gets blocks, and what a step computes."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: BlockPool, max_waiting: int) -> None:
+        self._pool = pool
+        self._max_waiting = max_waiting
         self._requests: dict[RequestKey, Job] = {}
+        self._waiting: deque[Job] = deque()
+        self._running: list[Job] = []  # in the order in which they came to run
         self._outputs: list[Outgoing] = []
+        self._commands: list[Command] = []
+
+    # --- what it holds
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no blocks yet."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks, computing or not."""
+        return len(self._requests) - len(self._waiting)
 
     def find(self, key: RequestKey) -> Job | None:
         return self._requests.get(key)
@@ -35,6 +60,25 @@ class RequestBook(abc.ABC, Generic[Job]):
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def take_commands(self) -> list[Command]:
+        """What the thread that moves KV has to do, in order; each is handed out once."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    # --- events
+
+    def add(self, request: Job, now: float) -> None:
+        """Queues a request, or ends it at once with OVERLOADED if the queue is full."""
+        if request.key in self._requests:
+            return  # a repeated message; the first one is being served
+        request.record(LifetimeEvent.RECEIVED, now)
+        self._requests[request.key] = request
+        if len(self._waiting) >= self._max_waiting:
+            self._end(request, EndReason.OVERLOADED, now, "the queue of this worker is full")
+            return
+        self._waiting.append(request)
+        self._queued(request, now)
+
     def cancel(self, key: RequestKey, now: float) -> None:
         """The gateway no longer wants the request."""
         request = self._requests.get(key)
@@ -47,10 +91,54 @@ class RequestBook(abc.ABC, Generic[Job]):
             if request.gateway == gateway:
                 self.cancel(request.key, now)
 
+    # --- what a role decides
+
     @abc.abstractmethod
-    def _end(self, request: Job, reason: EndReason, now: float, message: str = "") -> None:
-        """The one place where a request gets its terminal word."""
+    def expire(self, now: float) -> None:
+        """Ends requests that have waited for another worker, or for room, longer than the lease."""
+
+    @abc.abstractmethod
+    def schedule(self, now: float) -> list[ScheduledRow]:
+        """The rows of the next step; empty if there is nothing to compute."""
+
+    @abc.abstractmethod
+    def complete(self, rows: Sequence[ScheduledRow], sampled: Sequence[int | None], now: float) -> None:
+        """Books a step: for each row the token it sampled, or None."""
+
+    @abc.abstractmethod
+    def _queued(self, request: Job, now: float) -> None:
+        """`request` has just been queued."""
+
+    @abc.abstractmethod
+    def _stop_transfer(self, request: Job, reason: EndReason, message: str) -> Command:
+        """The command that ends the transfer which has `request`'s blocks on loan."""
 
     @abc.abstractmethod
     def _say(self, request: Job, end: RequestEnd | None) -> None:
         """Adds to the outputs what is new of a request."""
+
+    # --- ends
+
+    def _end(self, request: Job, reason: EndReason, now: float, message: str = "") -> None:
+        """The one place where a request gets its terminal word. Blocks on loan come back later, the others now."""
+        request.record(LifetimeEvent.ENDED, now)
+        self._say(request, RequestEnd(reason, message[:MAX_TEXT_CHARS]))
+        self._unlist(request)
+        if request.lent:
+            request.move(RequestState.CLOSING)
+            self._commands.append(self._stop_transfer(request, reason, message))
+        else:
+            self._release(request, now)
+
+    def _unlist(self, request: Job) -> None:
+        if request.state is RequestState.RUNNING:
+            self._running.remove(request)
+        elif request in self._waiting:
+            self._waiting.remove(request)
+
+    def _release(self, request: Job, now: float) -> None:
+        """Frees a request's blocks and forgets it."""
+        self._pool.free(request.block_ids, owner=request.key)
+        request.block_ids = []
+        request.move(RequestState.ENDED)
+        del self._requests[request.key]

@@ -1,45 +1,25 @@
 """What a prefill and a decode worker have in common between their scheduler and their gateways."""
 
 import abc
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+import time
+from collections.abc import Sequence
+from typing import Generic
 
 from engine.admission import check_spec
 from engine.assembly import Engine
 from engine.errors import RejectedError
-from engine.request import Outgoing, Request, RequestKey
+from engine.request import ScheduledRow
+from engine.request_book import Command, Job, RequestBook
 from kvtransfer.messages import Cancel, EndReason, Load, RequestEnd, RequestOutput, RequestSpec
 
 
-class SchedulerBook(Protocol):
-    """The part of a scheduler that is the same for both roles."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    def find(self, key: RequestKey) -> Request | None: ...
-
-    def held_blocks(self) -> Iterator[tuple[RequestKey, Sequence[int]]]: ...
-
-    def take_outputs(self) -> list[Outgoing]: ...
-
-    def cancel(self, key: RequestKey, now: float) -> None: ...
-
-    def cancel_all_of(self, gateway: str, now: float) -> None: ...
-
-
-class EngineRole(abc.ABC):
-    """Admission, cancellation, outputs and load; what to compute and how KV moves is the subclass's.
+class EngineRole(abc.ABC, Generic[Job, Command]):
+    """Admission, steps, cancellation, outputs and load; what to compute and how KV moves is the subclass's.
 
     `holds_output`: whether the KV of output tokens stays in this worker's pool.
     """
 
-    def __init__(self, engine: Engine, book: SchedulerBook, *, holds_output: bool) -> None:
+    def __init__(self, engine: Engine, book: RequestBook[Job, Command], *, holds_output: bool) -> None:
         self._engine = engine
         self._book = book
         self._holds_output = holds_output
@@ -67,13 +47,29 @@ class EngineRole(abc.ABC):
 
     def flush(self) -> Sequence[tuple[str, RequestOutput]]:
         """Carries out what the scheduler decided and returns what the gateways have to know, in order."""
-        self._carry_out_commands()
+        for command in self._book.take_commands():
+            self._carry_out(command)
         refusals, self._refusals = self._refusals, []
         return refusals + [(item.gateway, item.output) for item in self._book.take_outputs()]
 
+    def step(self) -> bool:
+        """One engine step with all that follows from it; False if there was nothing to compute."""
+        now = time.monotonic()
+        self._book.expire(now)
+        rows = self._book.schedule(now)
+        if not rows:
+            return False
+        sampled = self._compute(rows)
+        self._book.complete(rows, sampled, time.monotonic())
+        return True
+
     @abc.abstractmethod
-    def _carry_out_commands(self) -> None:
-        """Passes the scheduler's commands on to the thread that moves KV."""
+    def _compute(self, rows: Sequence[ScheduledRow]) -> list[int | None]:
+        """Runs the model over `rows`: for each the token it sampled, or None."""
+
+    @abc.abstractmethod
+    def _carry_out(self, command: Command) -> None:
+        """Passes a decision of the scheduler on to the thread that moves KV."""
 
     def _can_serve(self, gateway: str, spec: RequestSpec) -> bool:
         """Whether this worker can ever serve `spec`; if not, its gateway is told why."""

@@ -1,12 +1,12 @@
 """How a worker process fails at its start: one line that says why, and an exit code."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from engine.errors import EngineError
 from kernels.select import KernelsError
 from kvtransfer.errors import SettingsError
+from kvtransfer.settings import exit_with
 
 
 @contextmanager
@@ -15,12 +15,6 @@ def failures_in_one_line(prog: str) -> Iterator[None]:
     try:
         yield
     except (SettingsError, KernelsError) as error:
-        _exit(prog, error, 2)
+        exit_with(prog, error, 2)
     except EngineError as error:
-        _exit(prog, error, 1)
-
-
-def _exit(prog: str, error: Exception, code: int) -> None:
-    line = " ".join(str(error).split())
-    sys.stderr.write(f"{prog}: error: {line}\n")
-    raise SystemExit(code) from None
+        exit_with(prog, error, 1)

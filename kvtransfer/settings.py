@@ -186,9 +186,14 @@ def one_line_errors(prog: str) -> Iterator[None]:
     try:
         yield
     except SettingsError as error:
-        line = " ".join(str(error).split())
-        sys.stderr.write(f"{prog}: error: {line}\n")
-        raise SystemExit(2) from None
+        exit_with(prog, error, 2)
+
+
+def exit_with(prog: str, error: Exception, code: int) -> NoReturn:
+    """Ends the process with one line `PROG: error: ...` on stderr."""
+    line = " ".join(str(error).split())
+    sys.stderr.write(f"{prog}: error: {line}\n")
+    raise SystemExit(code) from None
 
 
 def refuse_unknown_variables(environ: Mapping[str, str]) -> None:

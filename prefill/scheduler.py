@@ -15,7 +15,6 @@ A step's token budget is shared so that nobody starves and short prompts do not 
     0                                                                         max_num_batched_tokens
 """
 
-from collections import deque
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from engine.block_pool import BlockPool
 from engine.request import Outgoing, Request, RequestKey, RequestState, ScheduledRow
 from engine.request_book import RequestBook
 from engine.stopping import finish_reason
-from kvtransfer.messages import MAX_TEXT_CHARS, DecodeTarget, EndReason, LifetimeEvent, RequestEnd, RequestOutput
+from kvtransfer.messages import DecodeTarget, EndReason, LifetimeEvent, RequestEnd, RequestOutput
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 
 OLDEST_SHARE = 4
@@ -44,10 +43,9 @@ class PrefillLimits:
 
 @dataclass(eq=False, kw_only=True)
 class PrefillJob(Request):
-    """A request with where its KV goes (None: nowhere). `lent`: the sender may read its blocks."""
+    """A request with where its KV goes (None: nowhere)."""
 
     target: DecodeTarget | None
-    lent: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,47 +79,13 @@ class AbortTransfer:
 TransferCommand = OpenTransfer | SendFirstToken | AbortTransfer
 
 
-class PrefillScheduler(RequestBook[PrefillJob]):
+class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
     """Owns all requests of a prefill worker. What it decides is drained by `take_outputs` and `take_commands`."""
 
     def __init__(self, pool: BlockPool, limits: PrefillLimits, eos_token_ids: AbstractSet[int]) -> None:
-        super().__init__()
-        self._pool = pool
+        super().__init__(pool, limits.max_waiting)
         self._limits = limits
         self._eos_token_ids = eos_token_ids
-        self._waiting: deque[PrefillJob] = deque()
-        self._running: list[PrefillJob] = []  # oldest first
-        self._commands: list[TransferCommand] = []
-
-    # --- what it holds
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._requests) - len(self._waiting)
-
-    def take_commands(self) -> list[TransferCommand]:
-        commands, self._commands = self._commands, []
-        return commands
-
-    # --- events
-
-    def add(self, request: PrefillJob, now: float) -> None:
-        """Queues a request, or ends it at once with OVERLOADED if the queue is full."""
-        if request.key in self._requests:
-            return  # a repeated message; the first one is being served
-        request.record(LifetimeEvent.RECEIVED, now)
-        self._requests[request.key] = request
-        if len(self._waiting) >= self._limits.max_waiting:
-            self._end(request, EndReason.OVERLOADED, now, "the prefill queue is full")
-            return
-        self._waiting.append(request)
-        if request.target is not None:
-            request.lent = True
-            self._commands.append(OpenTransfer(request))
 
     def transfer_ended(self, event: TransferEnded, now: float) -> None:
         """The sender will not touch the request's blocks again."""
@@ -130,7 +94,7 @@ class PrefillScheduler(RequestBook[PrefillJob]):
             return
         request.lent = False
         if request.state is RequestState.CLOSING:
-            self._release(request)
+            self._release(request, now)
         elif request.state is RequestState.HANDING_OVER and event.outcome is TransferOutcome.DONE:
             self._end(request, EndReason.HANDED_OVER, now)
         else:
@@ -190,30 +154,15 @@ class PrefillScheduler(RequestBook[PrefillJob]):
         self._say(request, None)
         self._commands.append(SendFirstToken(request.key, token_id))
 
-    # --- ends
+    # --- queue, end, word
 
-    def _end(self, request: PrefillJob, reason: EndReason, now: float, message: str = "") -> None:
-        request.record(LifetimeEvent.ENDED, now)
-        request.end_reason = reason
-        self._say(request, RequestEnd(reason, message[:MAX_TEXT_CHARS]))
-        self._unlist(request)
-        if request.lent:
-            request.move(RequestState.CLOSING)
-            self._commands.append(AbortTransfer(request.key, message or reason.value, tell_peer=reason.is_error))
-        else:
-            self._release(request)
+    def _queued(self, request: PrefillJob, now: float) -> None:
+        if request.target is not None:
+            request.lent = True
+            self._commands.append(OpenTransfer(request))
 
-    def _unlist(self, request: PrefillJob) -> None:
-        if request.state is RequestState.RUNNING:
-            self._running.remove(request)
-        elif request in self._waiting:
-            self._waiting.remove(request)
-
-    def _release(self, request: PrefillJob) -> None:
-        self._pool.free(request.block_ids, owner=request.key)
-        request.block_ids = []
-        request.move(RequestState.ENDED)
-        del self._requests[request.key]
+    def _stop_transfer(self, request: PrefillJob, reason: EndReason, message: str) -> TransferCommand:
+        return AbortTransfer(request.key, message or reason.value, tell_peer=reason.is_error)
 
     def _say(self, request: PrefillJob, end: RequestEnd | None) -> None:
         """Tells the gateway what is new: the first token (repeated with the end, which does no harm)."""

@@ -7,7 +7,6 @@
 """
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 
 from engine.assembly import Engine
@@ -47,7 +46,7 @@ class PoolSource:
         return KvBody(as_bytes(k), as_bytes(v))
 
 
-class PrefillRole(EngineRole):
+class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
     """The prefill side of `kvtransfer.worker.WorkerRole`."""
 
     def __init__(self, engine: Engine, scheduler: PrefillScheduler, sender: KvSender) -> None:
@@ -75,19 +74,8 @@ class PrefillRole(EngineRole):
         assert isinstance(event, TransferEnded), event
         self._scheduler.transfer_ended(event, now)
 
-    def step(self) -> bool:
-        now = time.monotonic()
-        self._scheduler.expire(now)
-        rows = self._scheduler.schedule(now)
-        if not rows:
-            return False
-        sampled = self._engine.runner.step(rows, on_layer=self._announcer(rows))
-        self._scheduler.complete(rows, sampled, time.monotonic())
-        return True
-
-    def _carry_out_commands(self) -> None:
-        for command in self._scheduler.take_commands():
-            self._carry_out(command)
+    def _compute(self, rows: Sequence[ScheduledRow]) -> list[int | None]:
+        return self._engine.runner.step(rows, on_layer=self._announcer(rows))
 
     def _announcer(self, rows: Sequence[ScheduledRow]) -> Callable[[int], None]:
         """Called after each layer of a step: tells the sender how far that layer's KV has got."""

@@ -1,6 +1,11 @@
 """What tests of several packages share."""
 
+import os
 from pathlib import Path
+
+# Before torch is imported anywhere: small tensors gain nothing from a second thread, and on a busy machine waiting for
+# it takes ten times as long as the work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
