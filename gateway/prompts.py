@@ -11,6 +11,8 @@ from gateway.validation import FieldRules, convert, known_fields
 
 Prompt = str | list[int]
 
+MAX_MESSAGES: Final = 8192
+"""Each is checked on the event loop, which has other requests to serve."""
 ROLES: Final = ("system", "developer", "user", "assistant")
 _PART_RULES: Final = FieldRules(tolerated=frozenset(), unsupported={})
 
@@ -103,6 +105,10 @@ def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
     OpenAI's role `developer` is the newer name of `system`, which is the one that templates know.
     """
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidFieldError(
+            f"messages: {len(messages)} messages, at most {MAX_MESSAGES} are allowed", param="messages"
+        )
     return [_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 

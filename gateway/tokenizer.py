@@ -57,13 +57,18 @@ class Tokenizer:
         return 0 if not isinstance(self._backend.model, models.BPE) else -(-len(text) // self.max_token_chars)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`; with special tokens (such as BOS) if the checkpoint wants any."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`; with special tokens (such as BOS) if the checkpoint wants any.
+
+        As a batch of one: only the batched calls of `tokenizers` let other threads run meanwhile.
+        """
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of `token_ids`; ids outside of the vocabulary have none."""
-        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        text: str
+        (text,) = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
     @cached_property

@@ -18,7 +18,7 @@ from gateway.errors import InvalidFieldError, excerpt
 
 _T = TypeVar("_T")
 
-MAX_BRACKETS: Final = 500_000
+MAX_BRACKETS: Final = 50_000
 """Brackets in a body, also in its texts. Each may be an object in memory; millions of them would hold up everybody."""
 
 _AT_PATH: Final = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)

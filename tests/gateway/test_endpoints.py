@@ -1,8 +1,12 @@
 """Models, health, version, tokenising, and the routes that do not exist."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
 import pytest
 
-from tests.gateway.http_world import NUM_IDS, ScriptedBackend, ids_of, make_world
+from tests.gateway.http_world import NUM_IDS, ScriptedBackend, ids_of, make_world, tokenizer_of_world
 
 
 def test_models_are_listed_and_shown():
@@ -98,3 +102,18 @@ def test_detokenize_knows_its_vocabulary():
     assert response.status_code == 400
     assert str(NUM_IDS - 1) in response.json()["error"]["message"]
     assert make_world().post("/tokenize", {"prompt": "a", "model": "other"}).status_code == 404
+
+
+def test_a_huge_text_lets_others_run_while_it_is_tokenised():
+    """`tokenizers` holds the interpreter's lock for as long as a call takes, unless it is a batched one."""
+    tokenizer = tokenizer_of_world()
+    text = "some words of no importance " * 20_000
+    beats: list[float] = []
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(tokenizer.encode, text, add_special_tokens=False)
+        while not work.done():
+            beats.append(time.monotonic())
+            time.sleep(0.001)
+    total = beats[-1] - beats[0]
+    longest = max(later - earlier for earlier, later in pairwise(beats))
+    assert longest < total / 2
