@@ -50,9 +50,8 @@ def build(config: DecodeConfig, engine: Engine, listener: KvListener) -> Worker:
         limits=ReceiverLimits(config.kv_window_mib << 20, config.lease_s),
         events=inbox,
     )
-    links = GatewayLinks(
-        hello, config.gateway, LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s), inbox
-    )
+    timing = LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s)
+    links = GatewayLinks(hello, config.gateway, timing, inbox, config.max_waiting)
     stop_on_signals(inbox)
     return Worker(DecodeRole(engine, scheduler, receiver), links, inbox, config.shutdown_timeout_s)
 

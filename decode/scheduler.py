@@ -17,11 +17,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
-from engine.request import Outgoing, Request, RequestKey, RequestState, ScheduledRow
+from engine.request import Outgoing, Request, RequestState, ScheduledRow
 from engine.request_book import RequestBook
 from engine.stopping import finish_reason
 from kvtransfer.incoming import PeerId, ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestOutput
+from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,8 @@ from engine.kv_cache import dtype_named
 from engine.request import ScheduledRow
 from engine.role import EngineRole
 from kvtransfer.channel import KvBody
-from kvtransfer.control import RequestMessage
 from kvtransfer.incoming import ReceptionEnded
-from kvtransfer.messages import (
-    DecodeRequest,
-    KvHeader,
-)
-from kvtransfer.outgoing import TransferKey
+from kvtransfer.messages import DecodeRequest, KvHeader, RequestKey, RequestMessage
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.worker import TransferEvent
 
@@ -39,7 +34,7 @@ class PoolSink:
         self._scheduler = scheduler
         self._dtype = dtype_named(engine.layout.dtype)
 
-    def splice(self, key: TransferKey, header: KvHeader, body: KvBody) -> None:
+    def splice(self, key: RequestKey, header: KvHeader, body: KvBody) -> None:
         """Copies K and V, each [tokens, heads, head_dim], into the request's own blocks."""
         job = self._scheduler.find(key)
         assert job is not None, f"{key} was freed while its KV was being written"
@@ -47,7 +42,7 @@ class PoolSink:
         k, v = (from_bytes(part, self._dtype, shape) for part in (body.k, body.v))
         self._kv_cache.splice(header.layer, job.block_ids, header.start, header.stop, k, v, header.head_start)
 
-    def finish(self, key: TransferKey) -> None:
+    def finish(self, key: RequestKey) -> None:
         """Waits until a GPU has all of it; a CPU has it already."""
         if self._kv_cache.device.type == "cuda":
             torch.cuda.current_stream(self._kv_cache.device).synchronize()

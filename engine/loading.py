@@ -1,6 +1,7 @@
 """From a checkpoint folder to a model that runs and a KV pool that fits: what a worker does once, at its start."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,8 @@ from kvtransfer.messages import Fingerprint, KvLayout, RequestSpec, SamplingPara
 logger = logging.getLogger(__name__)
 
 AUTO: Final = "auto"
+CUDA_OVERHEAD: Final = 512 << 20
+"""What CUDA takes of a GPU for one process beside torch's allocator (context, kernels), about, in bytes."""
 DTYPES: Final = ("float32", "bfloat16", "float16")
 """What a forward computes in, beside "auto": the checkpoint's own."""
 
@@ -52,7 +55,7 @@ class LoadedModel:
 @dataclass(frozen=True)
 class PoolSettings:
     """What decides the size of the KV pool. `kv_cache_gib` counts on a CPU, `gpu_memory_utilization` (share of the
-    device's memory that this worker may use in all) on a GPU."""
+    device's memory that is this worker's own, whatever others use of the rest) on a GPU."""
 
     block_size: int
     max_model_len: int
@@ -161,26 +164,46 @@ def _cpu_budget(settings: PoolSettings) -> int:
 
 
 def _gpu_budget(loaded: LoadedModel, settings: PoolSettings, sample: Sample) -> int:
-    """Measures a step at full load, then asks what is left for KV."""
-    torch.cuda.reset_peak_memory_stats(loaded.device)
-    profile_step(loaded, settings, sample)
-    torch.cuda.synchronize(loaded.device)
-    peak = torch.cuda.max_memory_allocated(loaded.device)
+    return measure_gpu_budget(
+        loaded.device, settings.gpu_memory_utilization, lambda: profile_step(loaded, settings, sample)
+    )
+
+
+def measure_gpu_budget(device: torch.device, utilization: float, full_step: Callable[[], None]) -> int:
+    """Bytes for KV on a GPU, of which `utilization` is this process's: measures a step at full load, then asks what
+    that leaves. Raises CapacityError if other processes hold too much for this one to get its share."""
+    torch.cuda.reset_peak_memory_stats(device)
+    full_step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(loaded.device)
-    outside_torch = total - free - torch.cuda.memory_reserved(loaded.device)
-    return gpu_kv_budget(total, settings.gpu_memory_utilization, peak=peak, outside_torch=outside_torch)
+    free, total = torch.cuda.mem_get_info(device)
+    budget = gpu_kv_budget(total, utilization, peak=peak)
+    check_is_free(peak + budget - torch.cuda.memory_reserved(device), free, total, utilization)
+    return budget
 
 
-def gpu_kv_budget(total: int, utilization: float, *, peak: int, outside_torch: int) -> int:
+def gpu_kv_budget(total: int, utilization: float, *, peak: int) -> int:
     """Bytes for KV on a GPU of `total` bytes, negative if there are none.
 
-        |<--------------- total * utilization ---------------->|
-        | outside_torch | peak: weights and activations |  KV  |  left alone
+        |<--------------- total * utilization ------------------>|
+        | CUDA_OVERHEAD | peak: weights and activations |   KV   |  not ours
 
-    `outside_torch`: what CUDA itself and other processes hold.
+    Only what this process takes counts: torch's own peak, which is exact, and a fixed part for what CUDA takes beside
+    torch. What the device says is used holds the memory of others too, and workers that share a GPU may start in any
+    order or at once; charging one with it would leave it without room.
     """
-    return int(total * utilization) - outside_torch - peak
+    return int(total * utilization) - CUDA_OVERHEAD - peak
+
+
+def check_is_free(needed: int, free: int, total: int, utilization: float) -> None:
+    """Raises CapacityError unless the `needed` bytes that this process has still to take are free."""
+    if needed > free:
+        raise CapacityError(
+            f"--gpu-memory-utilization {utilization:g} of {total / GIB:.1f} GiB leaves {needed / GIB:.1f} GiB to take, "
+            f"but only {free / GIB:.1f} GiB are free: other processes use this GPU. Stop them, or give each worker "
+            "a share such that all of them together stay below 1"
+        )
 
 
 def profile_step(loaded: LoadedModel, settings: PoolSettings, sample: Sample) -> None:

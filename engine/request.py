@@ -12,10 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtransfer.messages import LifetimeEvent, RequestOutput, RequestSpec, SamplingParams
-
-RequestKey = tuple[str, int]
-"""(request_id, attempt): names one hand-over."""
+from kvtransfer.messages import LifetimeEvent, RequestKey, RequestOutput, RequestSpec, SamplingParams
 
 
 class RequestState(Enum):

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from engine.block_pool import BlockPool
-from engine.request import Outgoing, Request, RequestKey, RequestState, ScheduledRow
-from kvtransfer.messages import MAX_TEXT_CHARS, EndReason, LifetimeEvent, RequestEnd
+from engine.request import Outgoing, Request, RequestState, ScheduledRow
+from kvtransfer.messages import MAX_TEXT_CHARS, EndReason, LifetimeEvent, RequestEnd, RequestKey
 
 Job = TypeVar("Job", bound=Request)
 Command = TypeVar("Command")

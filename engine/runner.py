@@ -27,7 +27,7 @@ class Runner:
         """Computes the K and V of all tokens of `rows` and returns, row by row, the next token id, or None where the
         row ends before its request's last token. `on_layer(i)` is called as soon as layer i's K and V are in the pool.
 
-        The only wait for the device is for the sampled ids.
+        Waits for the device in the sampler alone: for the ids, and for what decides how they are drawn.
         """
         assert rows, "a step needs at least one row"
         with torch.inference_mode():

@@ -7,8 +7,9 @@ Filters run in the order of Hugging Face transformers: top_p measures its mass o
 with the most likely token, which every filter keeps, so its place in the order changes nothing.
 
 Probabilities are integers here: weight = floor(exp((logit - max) / temperature) * 2**40). Sums of integers are exact
-in any order and on any device, so a row gives the same token alone, in any batch and after a failover, and a token of
-weight 0 (less than 1e-12 of the most likely one) can't be drawn. Ties always go to the lower token id.
+in any order, so rows of equal weights give equal tokens, in any batch and on any device, and a token of weight 0 (less
+than 1e-12 of the most likely one) can't be drawn. Ties always go to the lower token id. Whether the weights are equal
+is up to the logits, and in their last bit to a device's `exp`: elsewhere a draw on the edge may fall the other way.
 """
 
 import logging

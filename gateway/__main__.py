@@ -41,25 +41,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     with one_line_errors(PROG):
         listener = _listen(config.host, config.port)
         tokenizer = Tokenizer.load(str(resolve_model(config.model, weights=False)))
-        _leave_signals_to_the_server()
-        return asyncio.run(_run(config, tokenizer, listener))
+        stop = StopSignals()
+        return asyncio.run(_run(config, tokenizer, listener, stop))
 
 
-async def _run(config: GatewayConfig, tokenizer: Tokenizer, listener: socket.socket) -> int:
+class StopSignals:
+    """Takes SIGINT and SIGTERM from its making on, and stops the server with the first, as soon as there is one.
+
+    uvicorn has handlers of its own while it serves, and raises what it caught anew behind its clean end.
+    """
+
+    def __init__(self) -> None:
+        self._server: uvicorn.Server | None = None
+        self._is_caught = False
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, lambda *_: self._catch())
+
+    def pass_to(self, server: uvicorn.Server) -> None:
+        """From now on a signal, also one that came before, makes this server drain and stop."""
+        self._server = server
+        if self._is_caught:
+            server.should_exit = True
+
+    def _catch(self) -> None:
+        self._is_caught = True
+        if self._server is not None:
+            self._server.should_exit = True
+
+
+async def _run(config: GatewayConfig, tokenizer: Tokenizer, listener: socket.socket, stop: StopSignals) -> int:
     """Serves HTTP and workers until the server is told to stop (0) or the control plane dies (1)."""
     control = ControlServer(config.control_host, config.control_port)
     metrics = Metrics()
     cluster = Cluster(secrets.token_hex(8), _cluster_settings(config, tokenizer))
     dispatcher = Dispatcher(cluster, _dispatch_settings(config), observer=metrics)
-    metrics.watch_workers(lambda: dispatcher.workers)
+    _watch(dispatcher, metrics)
     settings = _http_settings(config)
     app = create_app(dispatcher, tokenizer, settings, metrics)
     server = make_server(app, settings, host=config.host, port=config.port)
+    stop.pass_to(server)
     logger.info("HTTP on %s:%d, workers dial %s", *listener.getsockname()[:2], control.endpoint)
     try:
         return await _serve_both(server, listener, dispatcher, control)
     finally:
         control.close()
+
+
+def _watch(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    metrics.watch_workers(lambda: dispatcher.workers, lambda: dispatcher.capable_ids)
+    metrics.watch_count(
+        "malformed_messages", "Control messages that could not be read.", lambda: dispatcher.num_malformed
+    )
+    metrics.watch_count(
+        "late_outputs", "Outputs of workers for requests that were over.", lambda: dispatcher.num_late_outputs
+    )
 
 
 async def _serve_both(
@@ -83,12 +118,6 @@ def _exit_on_signals() -> None:
     """Until there is a server to stop, a signal ends the process as it would end it: with 0 and without a traceback."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: sys.exit(0))
-
-
-def _leave_signals_to_the_server() -> None:
-    """uvicorn catches SIGINT and SIGTERM while it serves, and raises them anew behind its clean end."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda *_: None)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -131,7 +160,6 @@ def _http_settings(config: GatewayConfig) -> HttpSettings:
         max_concurrent_requests=config.max_concurrent_requests,
         stream_buffer_tokens=config.stream_buffer_tokens,
         head_timeout_s=config.head_timeout_s,
-        request_timeout_s=config.request_timeout_s,
         shutdown_timeout_s=config.shutdown_timeout_s,
     )
 

@@ -86,7 +86,7 @@ def create_app(backend: Backend, tokenizer: Tokenizer, settings: HttpSettings, m
     )
     _add_get_routes(app, service)
     app.openapi = partial(describe, app)  # type: ignore[method-assign]  # FastAPI's documented way
-    return guarded(app, settings)
+    return guarded(app, settings, metrics.count_http_answer)
 
 
 def _post_routes(service: Service, pool: TextPool) -> list[BaseRoute]:

@@ -4,7 +4,8 @@ BackendError            an error that has a client-safe text and an HTTP status
 ├── InvalidRequestError     400: the request can never be served (too long, token id out of range)
 ├── OverloadedError         429: queues are full, try later
 ├── UnavailableError        503: no prefill or no decode worker
-└── RequestFailedError      500-class after the start: a worker died or failed on the way
+├── RequestFailedError      502 after the start: a worker died or failed on the way
+└── DeadlineExceededError   504 after the start: it took longer than it may
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -49,6 +50,13 @@ class RequestFailedError(BackendError):
     kind = "upstream_error"
 
 
+class DeadlineExceededError(BackendError):
+    """The request started and took longer than this server allows."""
+
+    status = 504
+    kind = "timeout_error"
+
+
 @dataclass(frozen=True)
 class TokenDelta:
     """New output tokens of one request, in order and without gaps; `finish` is set on the last delta only
@@ -60,7 +68,8 @@ class TokenDelta:
 
 @dataclass(frozen=True)
 class ClusterStatus:
-    """Whether requests can be served. `reasons` says why not, one text a missing thing, safe to show."""
+    """Whether requests can be served. `reasons` says why not, one text a missing thing; clients see them, so they name
+    roles and no workers."""
 
     ready: bool
     reasons: tuple[str, ...]
@@ -74,7 +83,10 @@ class Backend(Protocol):
         """The cluster as it is now."""
         ...
 
-    def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> AsyncGenerator[TokenDelta, None]:
+    def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, arrived_at: float
+    ) -> AsyncGenerator[TokenDelta, None]:
         """Dispatches at the first `__anext__` and yields tokens as they come. Closing the iterator (`aclose`) before
-        its end cancels the request on all workers. Raises BackendError subclasses."""
+        its end cancels the request on all workers. `arrived_at`: when the client's call came, monotonic seconds.
+        Raises BackendError subclasses, DeadlineExceededError among them: callers need no time limit of their own."""
         ...

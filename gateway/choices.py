@@ -111,7 +111,8 @@ class ChoiceStreams:
 
     async def _produce(self, choice: Choice, timer: RequestTimer) -> str:
         text = ChoiceText(choice.index, choice.prompt_token_ids, self._tokenizer, self._rules)
-        async with aclosing(self._backend.generate(choice.prompt_token_ids, choice.sampling)) as tokens:
+        tokens = self._backend.generate(choice.prompt_token_ids, choice.sampling, arrived_at=timer.started_at)
+        async with aclosing(tokens):
             async for delta in tokens:
                 batch = text.push(delta)
                 timer.on_tokens(sum(piece.num_tokens for piece in batch))

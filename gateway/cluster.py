@@ -2,31 +2,38 @@
 
 `now` is seconds on any monotonic clock. The life of a worker id, as seen from here:
 
-              Hello that fits             silent, Goodbye, malformed message, newer generation
-    unknown -------------------->  live  -------------------------------------------------------> unknown
+              Hello that fits        silent, Goodbye, malformed or lost message, Hello anew
+    unknown -------------------->  live  ---------------------------------------------------> unknown
        |                            |  ^
-       | anything but Hello         |  | progress moves                 
+       | anything but Hello         |  | progress moves
        v                            v  |
     Reintroduce                   stalled: live, but gets no new requests
 
 All live workers serve the same model: the first to come sets it, and when the last has gone the next one sets it anew.
+
+What is sent to a live worker is numbered here, and what comes is checked against its own numbers: where one is missing,
+the worker is dropped, which fails its requests at once, and asked to introduce itself again.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+from msgspec import structs
+
 from gateway.backend import ClusterStatus
 from gateway.handshake import identity_fault, peer_fault, vocabulary_fault
 from gateway.worker import Worker
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.messages import (
+    GatewayBeat,
     GatewayToWorker,
     Goodbye,
     Heartbeat,
     Hello,
     Refused,
     Reintroduce,
+    RequestMessage,
     RequestOutput,
     Role,
     StepOutput,
@@ -117,17 +124,10 @@ class Cluster:
         return tuple(worker for worker in self.workers if worker.role is role and self._is_capable(worker, now))
 
     def status(self, now: float) -> ClusterStatus:
-        """Ready means that each role has a capable worker. One that is not capable is named in any case."""
-        reasons = [
-            f"{worker.role.value} worker {worker.worker_id} {self._incapacity(worker, now)}"
-            for worker in self.workers
-            if not self._is_capable(worker, now)
-        ]
-        present = {worker.role for worker in self.workers}
-        reasons += [f"no {role.value} worker" for role in Role if role not in present]
-        ready = all(self.capable(role, now) for role in Role)
-        max_model_len = min(worker.limits.max_model_len for worker in self.workers) if ready else None
-        return ClusterStatus(ready=ready, reasons=tuple(reasons), max_model_len=max_model_len)
+        """Ready means that each role has a capable worker. Clients see the reasons, so no worker is named in them."""
+        reasons = tuple(f"no {role.value} worker can take requests" for role in Role if not self.capable(role, now))
+        max_model_len = None if reasons else min(worker.limits.max_model_len for worker in self.workers)
+        return ClusterStatus(ready=not reasons, reasons=reasons, max_model_len=max_model_len)
 
     def receive(self, sender: str, message: WorkerToGateway | MessageError, now: float) -> Reaction:
         """Takes one message (or what was wrong with its bytes) from the connection with routing id `sender`."""
@@ -141,12 +141,24 @@ class Cluster:
         if isinstance(message, Goodbye):
             self._retire(worker, "it has said goodbye")
             return Reaction(departed=self.drop(sender, f"left: {message.reason}"))
+        if worker.has_lost(message):
+            return Reaction(reply=Reintroduce(self.epoch), departed=self.drop(sender, "messages were lost"))
         if isinstance(message, Heartbeat):
             return self._update(worker.after(message, now))
         if isinstance(message, StepOutput):
-            heard = self._update(worker.heard(now))
+            heard = self._update(worker.after_outputs(now))
             return replace(heard, outputs=message.outputs)
         assert_never(message)
+
+    def numbered(self, worker_id: str, message: RequestMessage) -> RequestMessage | None:
+        """`message` with the number it has to go out with; None if the worker isn't live."""
+        worker = self._workers.get(worker_id)
+        return None if worker is None else structs.replace(message, sequence=worker.num_sent + 1)
+
+    def note_sent(self, worker_id: str) -> None:
+        """A numbered message is on its way to a live worker."""
+        worker = self._workers[worker_id]
+        self._update(replace(worker, num_sent=worker.num_sent + 1))
 
     def tick(self, now: float) -> Tick:
         """Finds the dead and the stalled. To be called several times within `dead_after_s`."""
@@ -160,6 +172,10 @@ class Cluster:
         for worker in stalled:
             self._update(replace(worker, is_stalled=True))
         return Tick(tuple(departed), tuple(stalled), self._due_beats(now))
+
+    def beat_to(self, worker_id: str) -> GatewayBeat:
+        """Our sign of life for a live worker."""
+        return GatewayBeat(self.epoch, self._workers[worker_id].num_sent)
 
     def drop(self, worker_id: str, reason: str) -> Departure | None:
         """Forgets a worker; None if it isn't live."""
@@ -187,9 +203,9 @@ class Cluster:
 
     def _on_hello(self, sender: str, hello: Hello, now: float) -> Reaction:
         holder = self._workers.get(sender)
-        if holder is not None and holder.hello == hello and not holder.is_confirmed:
-            self._update(replace(holder, heard_at=now))
-            return Reaction(reply=Welcome(self.epoch))  # said again before our Welcome came through
+        if holder is not None and holder.hello == hello:
+            self._update(holder.heard(now))
+            return Reaction(reply=self._welcome(hello))  # said again before our Welcome came through
         fault = self._own_fault(sender, hello)
         if fault is not None:
             return Reaction(reply=Refused(fault))
@@ -200,7 +216,10 @@ class Cluster:
             return Reaction(reply=Refused(fault), departed=departed)
         worker = Worker(hello=hello, heard_at=now, progress_at=now)
         self._workers[sender] = worker
-        return Reaction(reply=Welcome(self.epoch), departed=departed, joined=worker)
+        return Reaction(reply=self._welcome(hello), departed=departed, joined=worker)
+
+    def _welcome(self, hello: Hello) -> Welcome:
+        return Welcome(self.epoch, hello.introduction)
 
     def _own_fault(self, sender: str, hello: Hello) -> str | None:
         """Why this introduction is refused whatever the others serve; whoever holds the id keeps it."""
@@ -223,8 +242,8 @@ class Cluster:
         return None
 
     def _replace(self, worker_id: str, hello: Hello) -> Departure | None:
-        """The holder of the id makes room. The same generation says Hello again if it had given us up: then it has
-        dropped what it had of ours, as a new start would."""
+        """The holder of the id makes room. The same generation introduces itself anew if it had given us up: then it
+        has dropped what it had of ours, as a new start would."""
         holder = self._workers.get(worker_id)
         if holder is not None and holder.generation != hello.generation:
             self._retire(holder, "a newer worker has the same id; choose another id")
@@ -237,9 +256,6 @@ class Cluster:
 
     def _is_capable(self, worker: Worker, now: float) -> bool:
         return not worker.is_draining and not self._has_stalled(worker, now)
-
-    def _incapacity(self, worker: Worker, now: float) -> str:
-        return "is shutting down" if worker.is_draining else f"has stalled for {now - worker.progress_at:.0f} s"
 
     def _has_stalled(self, worker: Worker, now: float) -> bool:
         return worker.has_stalled(self._settings.stalled_after_s, now)

@@ -64,7 +64,9 @@ class GatewayConfig(Settings):
     head_timeout_s: float = setting(
         10.0, "Seconds that a client has to send the head of a request.", group="timing", ge=0.1, le=3600
     )
-    request_timeout_s: float = setting(600.0, "Longest life of a request, in seconds.", group="timing", ge=0.1)
+    request_timeout_s: float = setting(
+        600.0, "Longest life of a request once dispatched, in seconds.", group="timing", ge=0.1
+    )
     first_token_timeout_s: float = setting(
         300.0, "Longest wait for the first token, in seconds.", group="timing", ge=0.1
     )

@@ -22,7 +22,6 @@ from gateway.admission import check_request
 from gateway.backend import (
     Backend,
     ClusterStatus,
-    InvalidRequestError,
     OverloadedError,
     TokenDelta,
     UnavailableError,
@@ -32,13 +31,14 @@ from gateway.flight import Deadlines, Flight, Leg, TokenStream
 from gateway.flights import Flights
 from gateway.merge import TokenMerge
 from gateway.observer import Audience, DispatchObserver
-from gateway.router import Rejection, Route, choose
+from gateway.router import Route, choose
 from gateway.worker import Worker
+from kvtransfer.complaints import Complaints
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.messages import (
+    Cancel,
     DecodeRequest,
     DecodeTarget,
-    GatewayBeat,
     GatewayToWorker,
     PrefillRequest,
     Refused,
@@ -51,7 +51,7 @@ from kvtransfer.messages import (
 logger = logging.getLogger(__name__)
 
 
-class ControlServer(Protocol):
+class ControlLink(Protocol):
     """The gateway's end of the control channel."""
 
     async def receive(self) -> tuple[str, WorkerToGateway | MessageError]:
@@ -92,7 +92,8 @@ class Dispatcher(Backend):
         self._cluster = cluster
         self._settings = settings
         self._clock = clock
-        self._control: ControlServer | None = None
+        self._control: ControlLink | None = None
+        self._complaints = Complaints()
         self._audience = Audience(observer)
         self._flights = Flights(self._send, self._audience, clock)
 
@@ -109,9 +110,20 @@ class Dispatcher(Backend):
         return self._flights.num_late_outputs
 
     @property
+    def num_malformed(self) -> int:
+        """Messages so far that could not be read."""
+        return self._cluster.num_malformed
+
+    @property
     def workers(self) -> tuple[Worker, ...]:
         """All live workers with their last load, for gauges."""
         return self._cluster.workers
+
+    @property
+    def capable_ids(self) -> frozenset[str]:
+        """Ids of the workers that can take requests now."""
+        now = self._clock()
+        return frozenset(worker.worker_id for role in Role for worker in self._cluster.capable(role, now))
 
     def status(self) -> ClusterStatus:
         if self._control is None:
@@ -119,11 +131,11 @@ class Dispatcher(Backend):
         return self._cluster.status(self._clock())
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, arrived_at: float
     ) -> AsyncGenerator[TokenDelta, None]:
         prompt = tuple(prompt_token_ids)
         route = self._admit(prompt, sampling)
-        flight = self._flight_on(route, prompt, sampling)
+        flight = self._flight_on(route, prompt, sampling, arrived_at)
         try:
             if not self._flights.start(flight, *_requests(flight.spec, route)):
                 self._flights.end(flight, error=UnavailableError("a worker could not be reached; try again"))
@@ -144,12 +156,9 @@ class Dispatcher(Backend):
             raise OverloadedError(f"{self.in_flight} requests are running, which is the limit; try again later")
         now = self._clock()
         prefill, decode = self._cluster.capable(Role.PREFILL, now), self._cluster.capable(Role.DECODE, now)
-        choice = choose(prefill, decode, len(prompt), self._flights.book)
-        if isinstance(choice, Rejection):
-            raise (InvalidRequestError if choice.never_fits else UnavailableError)(choice.message)
-        return choice
+        return choose(prefill, decode, self._flights.book)
 
-    def _flight_on(self, route: Route, prompt: tuple[int, ...], sampling: SamplingParams) -> Flight:
+    def _flight_on(self, route: Route, prompt: tuple[int, ...], sampling: SamplingParams, arrived_at: float) -> Flight:
         now, settings = self._clock(), self._settings
         return Flight(
             spec=RequestSpec(request_id=uuid.uuid4().hex, attempt=0, prompt_token_ids=prompt, sampling=sampling),
@@ -158,13 +167,14 @@ class Dispatcher(Backend):
             # Behind token 0, what came early fits the stream.
             merge=TokenMerge(sampling.max_tokens, max_early=settings.stream_buffer_tokens - 1),
             stream=TokenStream(settings.stream_buffer_tokens),
+            arrived_at=arrived_at,
             started_at=now,
             deadlines=Deadlines(now + settings.first_token_timeout_s, now + settings.request_timeout_s),
         )
 
     # --- towards the workers -------------------------------------------------------------------------
 
-    async def run(self, control: ControlServer) -> None:
+    async def run(self, control: ControlLink) -> None:
         """Serves until cancelled; raises if a loop dies. Requests still in flight then fail."""
         assert self._control is None, "this dispatcher runs already"
         self._control = control
@@ -176,7 +186,7 @@ class Dispatcher(Backend):
             self._flights.end_all(UnavailableError("the gateway is stopping"))
             self._control = None
 
-    async def _receive_loop(self, control: ControlServer) -> None:
+    async def _receive_loop(self, control: ControlLink) -> None:
         while True:
             sender, message = await control.receive()
             self._on_message(sender, message)
@@ -197,7 +207,7 @@ class Dispatcher(Backend):
         for worker in tick.stalled:
             self._on_worker_change(worker, "has stalled")
         for worker_id in tick.beat_to:
-            self._send(worker_id, GatewayBeat(self._cluster.epoch))
+            self._send(worker_id, self._cluster.beat_to(worker_id))
         self._flights.on_tick(now)
 
     def _on_message(self, sender: str, message: WorkerToGateway | MessageError) -> None:
@@ -211,18 +221,19 @@ class Dispatcher(Backend):
 
     def _handle(self, sender: str, message: WorkerToGateway | MessageError) -> None:
         reaction = self._cluster.receive(sender, message, self._clock())
+        if reaction.reply is not None:  # first: a Welcome comes before all that is numbered from it on
+            self._reply(sender, reaction.reply)
         if reaction.departed is not None:
             self._on_departure(reaction.departed)
-        if reaction.reply is not None:
-            self._reply(sender, reaction.reply)
         if reaction.joined is not None:
+            self._complaints.settle(sender)
             self._on_worker_change(reaction.joined, "joined", logging.INFO)
         if reaction.worker is not None:
             for output in reaction.outputs:
                 self._flights.on_output(reaction.worker, output)
 
     def _reply(self, worker_id: str, reply: GatewayToWorker) -> None:
-        if isinstance(reply, Refused):
+        if isinstance(reply, Refused) and self._complaints.is_news(worker_id, reply.reason, self._clock()):
             logger.warning("worker %r is refused: %s", worker_id, reply.reason)
         self._send(worker_id, reply)
 
@@ -232,10 +243,18 @@ class Dispatcher(Backend):
 
     def _on_worker_change(self, worker: Worker, what: str, level: int = logging.WARNING) -> None:
         logger.log(level, "%s worker %s %s", worker.role.value, worker.worker_id, what)
-        self._audience.tell(lambda observer: observer.on_worker_change(self.workers))
 
     def _send(self, worker_id: str, message: GatewayToWorker) -> bool:
-        return self._control is not None and self._control.send(worker_id, message)
+        """Numbers what a live worker must not miss; one that isn't live gets none of it."""
+        if self._control is None:
+            return False
+        if not isinstance(message, PrefillRequest | DecodeRequest | Cancel):
+            return self._control.send(worker_id, message)
+        numbered = self._cluster.numbered(worker_id, message)
+        if numbered is None or not self._control.send(worker_id, numbered):
+            return False
+        self._cluster.note_sent(worker_id)
+        return True
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the books agree with each other and with who is live."""

@@ -15,8 +15,7 @@ ApiError                    has an HTTP status, OpenAI's error type, and possibl
 ├── TooManyConnectionsError     503
 ├── SlowReaderError             429: the client reads its stream slower than tokens come
 ├── InternalError               500: a bug of ours; says nothing else
-├── TextTimeoutError            503: rendering or tokenising took too long
-└── DeadlineError               504: the whole request took too long
+└── TextTimeoutError            503: rendering or tokenising took too long
 
 What the cluster raises is `gateway.backend.BackendError`; both have `status` and `kind`. Messages are fixed texts:
 of what a client sent they hold names of fields and short excerpts at most, made safe by `excerpt`.
@@ -143,13 +142,6 @@ class TextTimeoutError(ApiError):
 
     status = 503
     kind = "service_unavailable"
-
-
-class DeadlineError(ApiError):
-    """The request took longer than this server allows."""
-
-    status = 504
-    kind = "timeout_error"
 
 
 def excerpt(value: str) -> str:

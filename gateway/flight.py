@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from gateway.backend import (
     BackendError,
+    DeadlineExceededError,
     InvalidRequestError,
     OverloadedError,
     RequestFailedError,
@@ -14,12 +15,9 @@ from gateway.backend import (
 from gateway.merge import InconsistentOutputError, TokenMerge
 from gateway.observer import Phases, RequestOutcome
 from gateway.worker import Worker
-from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestOutput, RequestSpec, Role
+from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput, RequestSpec, Role
 
 _FINISHES = frozenset({EndReason.STOP, EndReason.LENGTH})
-
-RequestKey = tuple[str, int]
-"""(request_id, attempt): names one hand-over."""
 
 
 class TokenStream:
@@ -73,16 +71,14 @@ class Leg:
     def on(cls, worker: Worker) -> "Leg":
         return cls(worker.worker_id, worker.generation, worker.role)
 
-    def note(self, output: RequestOutput) -> dict[LifetimeEvent, float]:
-        """Takes the output's readings and returns those that are new."""
-        fresh = {event: seconds for event, seconds in output.events.items() if event not in self.events}
-        self.events.update(fresh)
-        return fresh
+    def note(self, output: RequestOutput) -> None:
+        """Takes the output's readings."""
+        self.events.update(output.events)
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Moments on the gateway's clock, seconds, and the allowances they come from."""
+    """Moments on the gateway's clock, seconds, by which the first token and the end must have come."""
 
     first_token_at: float
     end_at: float
@@ -90,16 +86,17 @@ class Deadlines:
 
 @dataclass(eq=False)
 class Flight:
-    """A dispatched request. `decode` is None if the first token is also the last."""
+    """A dispatched request. `decode` is None if the first token is also the last. `arrived_at` and `started_at`, when
+    the call came and when it was dispatched, are on the gateway's clock."""
 
     spec: RequestSpec
     prefill: Leg
     decode: Leg | None
     merge: TokenMerge
     stream: TokenStream
+    arrived_at: float
     started_at: float
     deadlines: Deadlines
-    first_token_at: float | None = None
     _finish: EndReason | None = field(default=None, init=False)
     _num_final: int | None = field(
         default=None, init=False
@@ -124,17 +121,16 @@ class Flight:
         """Whether the request fails without this worker. Once decode speaks it has all of the KV, so prefill may go."""
         return leg is not self.prefill or self.merge.length == 0 or not self.merge.has_spoken(Role.DECODE)
 
-    def receive(self, leg: Leg, output: RequestOutput, now: float) -> TokenDelta | None:
+    def receive(self, leg: Leg, output: RequestOutput) -> TokenDelta | None:
         """Takes a worker's output and returns what the consumer gets of it, if anything.
 
         Raises BackendError if the request has failed.
         """
+        leg.note(output)
         if output.end is not None:
             leg.active = False
             self._on_end(leg, output, output.end)
         fresh = self.merge.add(leg.role, output.start, output.token_ids)
-        if fresh and self.first_token_at is None:
-            self.first_token_at = now
         finish = self._reached_finish()
         return TokenDelta(fresh, finish) if fresh or finish is not None else None
 
@@ -154,26 +150,23 @@ class Flight:
             raise InconsistentOutputError("output tokens came after the end")
         return self._finish
 
-    def overdue(self, now: float) -> BackendError | None:
+    def overdue(self, now: float) -> DeadlineExceededError | None:
         """The error of a request that is past a deadline."""
         if now >= self.deadlines.end_at:
-            return RequestFailedError("the request took longer than this server allows")
-        if self.first_token_at is None and now >= self.deadlines.first_token_at:
-            return RequestFailedError("no token came within the time this server allows")
+            return DeadlineExceededError("the request took longer than this server allows")
+        if self.merge.length == 0 and now >= self.deadlines.first_token_at:
+            return DeadlineExceededError("no token came within the time this server allows")
         return None
 
     def outcome(self, now: float, finish: EndReason | None, error: BackendError | None) -> RequestOutcome:
-        first_token_s = None if self.first_token_at is None else self.first_token_at - self.started_at
-        return RequestOutcome(
-            request_id=self.spec.request_id,
-            num_prompt_tokens=len(self.spec.prompt_token_ids),
-            num_output_tokens=self.merge.length,
-            finish=finish,
-            error=error,
-            first_token_s=first_token_s,
-            total_s=now - self.started_at,
-            phases=Phases.of(self.prefill.events, {} if self.decode is None else self.decode.events),
+        phases = Phases.of(
+            self.started_at - self.arrived_at,
+            now - self.arrived_at,
+            self.prefill.events,
+            {} if self.decode is None else self.decode.events,
+            is_finished=finish is not None,
         )
+        return RequestOutcome(self.spec.request_id, finish, error, phases)
 
 
 def _error_of(end: RequestEnd) -> BackendError:

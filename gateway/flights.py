@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 
 from gateway.backend import BackendError, OverloadedError, RequestFailedError
-from gateway.flight import Flight, Leg, RequestKey
+from gateway.flight import Flight, Leg
 from gateway.observer import Audience
 from gateway.router import InFlightBook
 from gateway.worker import Worker
@@ -18,6 +18,7 @@ from kvtransfer.messages import (
     EndReason,
     GatewayToWorker,
     PrefillRequest,
+    RequestKey,
     RequestOutput,
     Role,
 )
@@ -132,9 +133,7 @@ class Flights:
         return leg.active
 
     def _take(self, flight: Flight, leg: Leg, output: RequestOutput) -> None:
-        if fresh := leg.note(output):
-            self._audience.tell(lambda observer: observer.on_events(leg.role, fresh))
-        delta = flight.receive(leg, output, self._clock())
+        delta = flight.receive(leg, output)
         if not leg.active or leg.role is Role.PREFILL:  # the prompt is computed, whatever prefill still has to send
             self.book.discard(leg.worker_id, flight.spec.request_id)
         if delta is None:

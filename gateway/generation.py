@@ -4,7 +4,7 @@
 2. Not streamed: texts are gathered, then sent as one JSON answer.
    Streamed: the first token decides. What fails before it is an ordinary HTTP error; from then on the answer is a
    200 with events, and a failure is one error event in place of `[DONE]`.
-3. The client leaves, or the deadline passes: the work is cancelled, and with it all backend requests.
+3. The client leaves: the work is cancelled, and with it all backend requests. Deadlines are the backend's.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from gateway.asgi import Receive, Send, send_json
 from gateway.backend import Backend, BackendError
 from gateway.choice_text import TextDelta, TextRules
 from gateway.choices import Choice, ChoiceStreams
-from gateway.errors import ApiError, DeadlineError, InternalError, error_body
+from gateway.errors import ApiError, InternalError, error_body
 from gateway.limits import HttpSettings
 from gateway.metrics import Metrics
 from gateway.schemas import StreamOptions
@@ -60,25 +60,20 @@ class Generation:
         texts = [""] * len(call.choices)
         reasons = [""] * len(call.choices)
         usage = _usage(call)
-        try:
-            async with asyncio.timeout(self._settings.request_timeout_s), self._start(call) as streams:
-                while batch := await streams.next():
-                    for delta in batch:
-                        texts[delta.index] += delta.text
-                        reasons[delta.index] = delta.finish_reason or ""
-                        usage.num_completion += delta.num_tokens
-        except TimeoutError:
-            raise _deadline() from None
+        async with self._start(call) as streams:
+            while batch := await streams.next():
+                for delta in batch:
+                    texts[delta.index] += delta.text
+                    reasons[delta.index] = delta.finish_reason or ""
+                    usage.num_completion += delta.num_tokens
         choices = [call.shape.choice(*parts) for parts in zip(range(len(texts)), texts, reasons, strict=True)]
         await send_json(send, _envelope(call).answer(choices, usage))
 
     async def _streamed(self, call: Call, options: StreamOptions, send: Send) -> None:
         events = EventStream(send)
         try:
-            async with asyncio.timeout(self._settings.request_timeout_s), self._start(call) as streams:
+            async with self._start(call) as streams:
                 await self._stream_events(call, options, streams, events)
-        except TimeoutError:
-            await _fail(events, _deadline())
         except (ApiError, BackendError) as error:
             await _fail(events, error)
         except Exception:
@@ -183,10 +178,6 @@ async def _fail(events: EventStream, error: ApiError | BackendError) -> None:
     if not events.is_started:
         raise error
     await events.fail(error_body(error))
-
-
-def _deadline() -> DeadlineError:
-    return DeadlineError("the request took longer than this server allows")
 
 
 def _envelope(call: Call) -> Envelope:

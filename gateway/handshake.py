@@ -12,6 +12,9 @@ def identity_fault(sender: str, hello: Hello) -> str | None:
         return "the worker id does not match the id of the connection"
     if (hello.role is Role.DECODE) != (hello.kv_endpoint is not None):
         return "decode workers name a KV endpoint, prefill workers do not"
+    limits = hello.limits
+    if limits.kv_tokens < limits.max_model_len:
+        return f"its KV pool holds {limits.kv_tokens} tokens, less than one request of {limits.max_model_len}"
     return None
 
 

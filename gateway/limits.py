@@ -1,7 +1,7 @@
 """What stands before the application, as raw ASGI: bounds, keys and ids, settled before a body is read.
 
-    request --> RequestIds --> KeyGuard --> Admission --> BodyGuard --> application
-                                 401          429          413, 408
+    request --> AnswerCount --> RequestIds --> KeyGuard --> Admission --> BodyGuard --> application
+                                                 401          429          413, 408
 
 Paths are compared as the server hands them over (`scope["path"]`), never through a URL object, and everything that is
 not in OPEN_PATHS needs the key.
@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import re
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -54,7 +55,6 @@ class HttpSettings:
     keep_alive_s: float = 15.0
     sse_comment_s: float = 15.0
     text_timeout_s: float = 30.0
-    request_timeout_s: float = 600.0
     shutdown_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -70,11 +70,27 @@ class HttpSettings:
                 raise SettingsError(f"{name} must not be negative, but is {value}")
 
 
-def guarded(app: AsgiApp, settings: HttpSettings) -> AsgiApp:
-    """The application behind all guards."""
+def guarded(app: AsgiApp, settings: HttpSettings, count: Callable[[int], None]) -> AsgiApp:
+    """The application behind all guards; `count` is told the status of each answer."""
     bounded = BodyGuard(app, settings.max_body_bytes, settings.body_timeout_s)
     admitted = Admission(bounded, settings.max_concurrent_requests)
-    return RequestIds(KeyGuard(admitted, settings.api_key))
+    return AnswerCount(RequestIds(KeyGuard(admitted, settings.api_key)), count)
+
+
+class AnswerCount:
+    """Passes everything on, and says the status of each answer to `count`."""
+
+    def __init__(self, app: AsgiApp, count: Callable[[int], None]) -> None:
+        self._app = app
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._count(message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counting)
 
 
 class RequestIds:

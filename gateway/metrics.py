@@ -6,22 +6,36 @@ behind.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.observer import Readings, RequestOutcome
+from gateway.observer import RequestOutcome
 from gateway.worker import Worker
-from kvtransfer.messages import Role
 
 PREFIX: Final = "kvsplice:"
 FINISHED_REASONS: Final = ("stop", "length", "abort", "error")
+ERROR_CLASSES: Final = ("4xx", "5xx")
 
 _SHORT_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _LONG_S: Final = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 600.0)
+_ANY_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, *_LONG_S)
+
+_PHASES: Final = {
+    "dispatch_s": "Arrival to dispatch: checks, chat template, tokenising.",
+    "queue_s": "Dispatch to the first prefill chunk.",
+    "prefill_s": "First chunk to first token.",
+    "kv_reserve_s": "First token to reserved blocks on decode; 0 if these came first.",
+    "kv_start_s": "From there to the first KV frame on decode; 0 if it came before the first token.",
+    "kv_transfer_s": "From there to the last of the KV.",
+    "batch_wait_s": "From there to the first decode step.",
+    "decode_s": "First decode step to the end on decode.",
+    "delivery_s": "From there to the last token at the gateway.",
+}
+"""What `gateway.observer.Phases` are, in order."""
 
 
 class Metrics:
@@ -37,37 +51,44 @@ class Metrics:
         )
         self.e2e_latency = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _LONG_S)
         self._phases = {
-            "queue_s": self._histogram("request_queue_time_seconds", "Wait for the first prefill chunk.", _LONG_S),
-            "prefill_s": self._histogram("request_prefill_time_seconds", "First chunk to first token.", _LONG_S),
-            "handover_s": self._histogram("request_handover_time_seconds", "First token to running decode.", _LONG_S),
-            "decode_s": self._histogram("request_decode_time_seconds", "First decode step to the end.", _LONG_S),
+            name: self._histogram(f"request_{name.removesuffix('_s')}_time_seconds", text, _ANY_S)
+            for name, text in _PHASES.items()
         }
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests with a first token.")
         self.generation_tokens = self._counter("generation_tokens", "Output tokens.")
         self.requests = self._counter("request_success", "Ended requests by reason.", ("finished_reason",))
         for reason in FINISHED_REASONS:
             self.requests.labels(reason)
+        self._http_errors = self._counter("http_errors", "HTTP answers with an error status.", ("status_class",))
+        for status_class in ERROR_CLASSES:
+            self._http_errors.labels(status_class)
 
-    def watch_workers(self, read: Callable[[], Sequence[Worker]]) -> None:
-        """`read` gives the live workers whenever metrics are read; a worker that has gone leaves no value behind."""
-        self._registry.register(WorkerCollector(read))
+    def watch_workers(
+        self, read_live: Callable[[], Sequence[Worker]], read_capable: Callable[[], Collection[str]]
+    ) -> None:
+        """Whenever metrics are read, these give the live workers and the ids of those that can take requests; a worker
+        that has gone leaves no value behind."""
+        self._registry.register(WorkerCollector(read_live, read_capable))
+
+    def watch_count(self, name: str, text: str, read: Callable[[], int]) -> None:
+        """`read` gives a count that somebody else keeps, whenever metrics are read."""
+        self._registry.register(CountCollector(name, text, read))
 
     def render(self) -> bytes:
         """Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def on_events(self, role: Role, events: Readings) -> None:
-        """Readings are taken from the outcome, when all of them are there."""
+    def count_http_answer(self, status: int) -> None:
+        """Any answer, whether it came to a request on the workers or not."""
+        if status >= 400:
+            self._http_errors.labels("4xx" if status < 500 else "5xx").inc()
 
     def on_request_end(self, outcome: RequestOutcome) -> None:
         """Where the time of a dispatched request went."""
         for name, histogram in self._phases.items():
             seconds = getattr(outcome.phases, name)
             if seconds is not None:
-                histogram.observe(max(0.0, seconds))
-
-    def on_worker_change(self, workers: Sequence[Worker]) -> None:
-        """Workers are read when the metrics are, through `watch_workers`."""
+                histogram.observe(seconds)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)
@@ -79,23 +100,38 @@ class Metrics:
 class WorkerCollector(Collector):
     """Gauges of the live workers, by role and id."""
 
-    def __init__(self, read: Callable[[], Sequence[Worker]]) -> None:
+    def __init__(self, read_live: Callable[[], Sequence[Worker]], read_capable: Callable[[], Collection[str]]) -> None:
+        self._read_live = read_live
+        self._read_capable = read_capable
+
+    def collect(self) -> Iterable[Metric]:
+        workers, capable = self._read_live(), self._read_capable()
+        yield _gauge("worker_capable", "1 if it takes requests.", workers, lambda w: w.worker_id in capable)
+        yield _gauge("num_requests_running", "Requests that hold KV blocks.", workers, lambda w: w.load.num_running)
+        yield _gauge("num_requests_waiting", "Requests that wait for blocks.", workers, lambda w: w.load.num_waiting)
+        yield _gauge("kv_cache_usage_perc", "Used part of the KV pool, 0 to 1.", workers, lambda w: w.load.kv_usage)
+        yield _gauge("kv_blocks", "Blocks of the KV pool.", workers, lambda w: w.load.num_blocks)
+        yield _gauge("kv_free_blocks", "Free blocks of the KV pool.", workers, lambda w: w.load.num_free_blocks)
+
+
+class CountCollector(Collector):
+    """One counter without labels that is kept elsewhere."""
+
+    def __init__(self, name: str, text: str, read: Callable[[], int]) -> None:
+        self._name = name
+        self._text = text
         self._read = read
 
     def collect(self) -> Iterable[Metric]:
-        workers = self._read()
-        yield _gauge("num_requests_running", "Requests in the batch.", workers, lambda w: w.load.num_running)
-        yield _gauge("num_requests_waiting", "Requests in the queue.", workers, lambda w: w.load.num_waiting)
-        yield _gauge("kv_cache_usage_perc", "Used part of the KV pool, 0 to 1.", workers, lambda w: w.load.kv_usage)
-        yield _gauge("kv_cache_free_blocks", "Free blocks of the KV pool.", workers, lambda w: w.load.num_free_blocks)
+        yield CounterMetricFamily(PREFIX + self._name, self._text, value=self._read())
 
 
 class RequestTimer:
     """The clock readings of one choice, and what they add to the metrics. `started_at` is on the metrics' clock."""
 
     def __init__(self, metrics: Metrics, started_at: float, num_prompt_tokens: int) -> None:
+        self.started_at = started_at
         self._metrics = metrics
-        self._started_at = started_at
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = 0
         self._first_at: float | None = None
@@ -108,7 +144,7 @@ class RequestTimer:
         now = self._metrics.clock()
         if self._first_at is None:
             self._first_at = now
-            self._metrics.time_to_first_token.observe(now - self._started_at)
+            self._metrics.time_to_first_token.observe(now - self.started_at)
             self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
         else:
             self._metrics.inter_token_latency.observe(now - self._last_at)
@@ -122,7 +158,7 @@ class RequestTimer:
         self._metrics.requests.labels(reason).inc()
         if reason not in ("stop", "length"):
             return
-        self._metrics.e2e_latency.observe(self._metrics.clock() - self._started_at)
+        self._metrics.e2e_latency.observe(self._metrics.clock() - self.started_at)
         if self._num_tokens > 1 and self._first_at is not None:
             per_token = (self._last_at - self._first_at) / (self._num_tokens - 1)
             self._metrics.time_per_output_token.observe(per_token)

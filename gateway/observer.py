@@ -1,13 +1,12 @@
 """What the dispatcher tells whoever keeps metrics."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from gateway.backend import BackendError
-from gateway.worker import Worker
-from kvtransfer.messages import EndReason, LifetimeEvent, Role
+from kvtransfer.messages import EndReason, LifetimeEvent
 
 logger = logging.getLogger(__name__)
 
@@ -19,65 +18,73 @@ Readings = Mapping[LifetimeEvent, float]
 class Phases:
     """Where a request's time went, seconds; None where a reading is missing.
 
-         queue          prefill            handover          decode
-    |------------|------------------|-------------------|--------------|
-    sent      SCHEDULED        FIRST_TOKEN           RUNNING         ENDED
+    Of a finished request with all readings they add up to the whole time, from the arrival of the call to the last
+    token at the gateway, because each phase begins where the one before it ends:
+
+         dispatch     queue       prefill       kv_reserve  kv_start      kv_transfer  batch_wait  decode    delivery
+        |----------|-----------|---------------|-----------|-------------|------------|-----------|---------|---------|
+     arrival      sent     SCHEDULED      FIRST_TOKEN   RESERVED   FIRST_FRAME     SPLICED     RUNNING    ENDED      end
+
+    Decode reserves and takes KV while prefill computes, so what is done by the first token takes no time of its own:
+    `kv_reserve`, `kv_start` and `kv_transfer` are what decode kept the request waiting for behind it. A request that
+    ends with prefill's token goes from FIRST_TOKEN straight to its delivery.
     """
 
-    queue_s: float | None
-    prefill_s: float | None
-    handover_s: float | None
-    decode_s: float | None
+    dispatch_s: float
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    kv_reserve_s: float | None = None
+    kv_start_s: float | None = None
+    kv_transfer_s: float | None = None
+    batch_wait_s: float | None = None
+    decode_s: float | None = None
+    delivery_s: float | None = None
 
     @classmethod
-    def of(cls, prefill: Readings, decode: Readings) -> "Phases":
-        """From both workers' readings. Both clocks start when the request arrives, which is sent to both at once;
-        the hand-over spans the two clocks and is cut at 0, as one message may take longer than the other."""
-        scheduled, first_token = prefill.get(LifetimeEvent.SCHEDULED), prefill.get(LifetimeEvent.FIRST_TOKEN)
-        running, ended = decode.get(LifetimeEvent.RUNNING), decode.get(LifetimeEvent.ENDED)
-        handover = _span(first_token, running)
-        return cls(
-            queue_s=scheduled,
-            prefill_s=_span(scheduled, first_token),
-            handover_s=None if handover is None else max(0.0, handover),
-            decode_s=_span(running, ended),
-        )
+    def of(cls, sent_s: float, end_s: float, prefill: Readings, decode: Readings, *, is_finished: bool) -> "Phases":
+        """`sent_s`, `end_s`: dispatch and end, seconds since arrival on the gateway's clock.
+
+        Both workers' clocks start when the request reaches them, which is taken for the moment it was sent: each phase
+        is wrong by at most the way of one message. A reading before the last one is moved onto it.
+        """
+        readings = [prefill.get(event) for event in _PREFILL_PHASES]
+        readings += [decode.get(event) for event in _DECODE_PHASES] if decode else []
+        seconds: dict[str, float] = {}
+        at = sent_s
+        for name, reading in zip((*_PREFILL_PHASES.values(), *_DECODE_PHASES.values()), readings, strict=False):
+            if reading is None:
+                return cls(sent_s, **seconds)
+            moment = min(max(at, sent_s + reading), end_s)
+            seconds[name], at = moment - at, moment
+        return cls(sent_s, **seconds, delivery_s=end_s - at if is_finished else None)
 
 
-def _span(start: float | None, stop: float | None) -> float | None:
-    return None if start is None or stop is None else stop - start
+_PREFILL_PHASES: Final = {LifetimeEvent.SCHEDULED: "queue_s", LifetimeEvent.FIRST_TOKEN: "prefill_s"}
+_DECODE_PHASES: Final = {
+    LifetimeEvent.RESERVED: "kv_reserve_s",
+    LifetimeEvent.FIRST_FRAME: "kv_start_s",
+    LifetimeEvent.SPLICED: "kv_transfer_s",
+    LifetimeEvent.RUNNING: "batch_wait_s",
+    LifetimeEvent.ENDED: "decode_s",
+}
+"""The phase that ends with each reading, in order."""
 
 
 @dataclass(frozen=True)
 class RequestOutcome:
-    """One request that is over. `finish` is set if it finished, `error` if it failed, neither if the client left.
-
-    `first_token_s` and `total_s` are the gateway's own readings, seconds since dispatch.
-    """
+    """One request that is over. `finish` is set if it finished, `error` if it failed, neither if the client left."""
 
     request_id: str
-    num_prompt_tokens: int
-    num_output_tokens: int
     finish: EndReason | None
     error: BackendError | None
-    first_token_s: float | None
-    total_s: float
     phases: Phases
 
 
 class DispatchObserver(Protocol):
     """Called from the event loop; must not block. What it raises is logged and goes no further."""
 
-    def on_events(self, role: Role, events: Readings) -> None:
-        """Readings of a running request that had not been reported before."""
-        ...
-
     def on_request_end(self, outcome: RequestOutcome) -> None:
         """Once for each dispatched request."""
-        ...
-
-    def on_worker_change(self, workers: Sequence[Worker]) -> None:
-        """All live workers, after one has joined, left or stalled."""
         ...
 
 

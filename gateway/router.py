@@ -7,6 +7,7 @@ outstanding counts beside the load that workers report.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gateway.backend import UnavailableError
 from gateway.worker import Worker
 
 
@@ -48,40 +49,20 @@ class Route:
     decode: Worker
 
 
-@dataclass(frozen=True)
-class Rejection:
-    """No choice is possible. `never_fits`: not with these workers at any time, so it is the request's fault."""
-
-    message: str
-    never_fits: bool
-
-
-def choose(
-    prefill: Sequence[Worker], decode: Sequence[Worker], num_prompt_tokens: int, book: InFlightBook
-) -> Route | Rejection:
+def choose(prefill: Sequence[Worker], decode: Sequence[Worker], book: InFlightBook) -> Route:
     """The prefill worker with the fewest prompt tokens outstanding, and the decode worker under the least pressure.
 
-    Takes live workers that make progress. Ties go to the smaller id, so that the choice is the same each time.
+    Takes live workers that make progress. Each has room for its `max_model_len` in an empty pool, or it would not have
+    started, so whatever the smallest of these lengths admits fits all of them. Ties go to the smaller id, so that the
+    choice is the same each time. Raises UnavailableError if there is no worker of a role.
     """
-    if not prefill or not decode:
-        return Rejection(f"no {'prefill' if not prefill else 'decode'} worker", never_fits=False)
-    needed = num_prompt_tokens + 1
-    roomy_prefill = [worker for worker in prefill if worker.limits.kv_tokens >= needed]
-    roomy_decode = [worker for worker in decode if worker.limits.kv_tokens >= needed]
-    if not roomy_prefill or not roomy_decode:
-        most = min(_largest_pool(prefill), _largest_pool(decode))
-        return Rejection(
-            f"the prompt has {num_prompt_tokens} tokens and needs room for {needed}, but the KV cache holds {most}",
-            never_fits=True,
-        )
+    for role, workers in (("prefill", prefill), ("decode", decode)):
+        if not workers:
+            raise UnavailableError(f"no {role} worker can take requests")
     return Route(
-        prefill=min(roomy_prefill, key=lambda worker: _prefill_order(worker, book)),
-        decode=min(roomy_decode, key=lambda worker: _decode_order(worker, book)),
+        prefill=min(prefill, key=lambda worker: _prefill_order(worker, book)),
+        decode=min(decode, key=lambda worker: _decode_order(worker, book)),
     )
-
-
-def _largest_pool(workers: Sequence[Worker]) -> int:
-    return max(worker.limits.kv_tokens for worker in workers)
 
 
 def _prefill_order(worker: Worker, book: InFlightBook) -> tuple[int, int, str]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from kvtransfer.messages import Heartbeat, Hello, Limits, Load, Role
+from kvtransfer.messages import Heartbeat, Hello, Limits, Load, Role, StepOutput
 
 
 def _nothing_to_do() -> Load:
@@ -11,14 +11,15 @@ def _nothing_to_do() -> Load:
 
 @dataclass(frozen=True)
 class Worker:
-    """Who it said it is, and the last that was heard of it."""
+    """Who it said it is, the last that was heard of it, and the numbers of what went either way since its Welcome."""
 
     hello: Hello
     heard_at: float
     progress_at: float  # when `progress` last moved; an idle engine moves it too
     progress: int = 0
     load: Load = field(default_factory=_nothing_to_do)
-    is_confirmed: bool = False  # it has said something behind its Hello, so it has our Welcome
+    num_sent: int = 0
+    num_taken: int = 0
     is_stalled: bool = False  # as of the last tick
     is_draining: bool = False  # it finishes what it has and takes no new requests
 
@@ -38,9 +39,18 @@ class Worker:
     def limits(self) -> Limits:
         return self.hello.limits
 
+    def has_lost(self, message: Heartbeat | StepOutput) -> bool:
+        """Whether step outputs before this message were lost on their way."""
+        expected = self.num_taken + 1 if isinstance(message, StepOutput) else self.num_taken
+        return message.sequence != expected
+
     def heard(self, now: float) -> "Worker":
-        """This worker after any message."""
-        return replace(self, heard_at=now, is_confirmed=True)
+        """This worker after a sign of life."""
+        return replace(self, heard_at=now)
+
+    def after_outputs(self, now: float) -> "Worker":
+        """This worker after a step output."""
+        return replace(self.heard(now), num_taken=self.num_taken + 1)
 
     def after(self, beat: Heartbeat, now: float) -> "Worker":
         """This worker after a heartbeat."""

@@ -1,10 +1,13 @@
 """A worker's side of the control plane: says who it is, beats, hands requests in and outputs out. One thread.
 
-1. Hello to each gateway, repeated until its Welcome. Refused: for good; the engine is told and stops.
-2. Welcome names the gateway's epoch. Another epoch later on, or silence for `dead_after` seconds, means that the
-   gateway which owned our requests is gone: the engine gets GatewayLost and cancels them. Then Hello again.
+1. Hello to each gateway, repeated until its Welcome. One that refuses us is asked again now and then; when all have,
+   the engine is told and stops.
+2. Welcome names the gateway's epoch. Another epoch later on, a message that is missing, or silence for `dead_after`
+   seconds means that what the gateway had of ours can't be relied on: the engine gets GatewayLost and cancels its
+   requests. Then Hello again. See `GatewayLink`.
 3. A Heartbeat every interval carries what the engine last reported. The beat comes from this thread, so it proves only
    that the process lives; `progress` inside it proves that the engine does.
+4. Requests that the engine can't take in, because its step is long or hangs, are answered here: OVERLOADED.
 """
 
 import logging
@@ -14,13 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import structs
+
 from kvtransfer.channel import ControlClient
+from kvtransfer.complaints import Complaints
 from kvtransfer.errors import MessageError
+from kvtransfer.gateway_link import GatewayLink, LinkState
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import (
     Cancel,
     DecodeRequest,
-    GatewayBeat,
+    EndReason,
     GatewayToWorker,
     Goodbye,
     Heartbeat,
@@ -28,7 +35,8 @@ from kvtransfer.messages import (
     Load,
     PrefillRequest,
     Refused,
-    Reintroduce,
+    RequestEnd,
+    RequestMessage,
     RequestOutput,
     StepOutput,
     Welcome,
@@ -36,8 +44,8 @@ from kvtransfer.messages import (
 
 logger = logging.getLogger(__name__)
 
-HELLO_INTERVAL_S = 0.25
-RequestMessage = PrefillRequest | DecodeRequest | Cancel
+MAX_PENDING_CANCELS = 4096
+"""Cancellations that may wait for the engine beside the requests: a gateway says one for each request it has here."""
 
 
 @dataclass(frozen=True)
@@ -50,20 +58,17 @@ class FromGateway:
 
 @dataclass(frozen=True)
 class GatewayLost:
-    """The gateway that owned our requests is gone (silent, or restarted)."""
+    """The gateway that owned our requests is gone (silent, or restarted), or messages of it or for it are."""
 
     gateway: str
 
 
 @dataclass(frozen=True)
-class LinkRefused:
-    """A gateway turned this worker down; `reason` says what differs."""
-
-    gateway: str
-    reason: str
+class AllGatewaysRefused:
+    """Nobody wants this worker: there is no gateway but has turned it down."""
 
 
-ControlEvent = FromGateway | GatewayLost | LinkRefused
+ControlEvent = FromGateway | GatewayLost | AllGatewaysRefused
 
 
 @dataclass(frozen=True)
@@ -83,14 +88,6 @@ class LinkTiming:
     dead_after: float
 
 
-@dataclass
-class _Gateway:
-    endpoint: str
-    epoch: str | None = None  # None: not welcomed
-    last_heard: float = 0.0
-    next_send: float = 0.0  # of a Hello or a Heartbeat
-
-
 @dataclass(frozen=True)
 class _Outgoing:
     gateway: str
@@ -106,19 +103,22 @@ class _Leave:
 class GatewayLinks:
     """Runs the control plane of one worker in a thread of its own.
 
-    `inbox` takes what the engine has to know. `send` and `report` are safe from the engine's thread.
+    `inbox` takes what the engine has to know; while `max_pending` items wait there, new requests are turned away.
+    `send` and `report` are safe from the engine's thread.
     """
 
     hello: Hello
     gateways: Sequence[str]
     timing: LinkTiming
     inbox: Mailbox[Any]
+    max_pending: int
     _outbox: Mailbox[_Outgoing | _Leave] = field(default_factory=Mailbox)
     _leaving: bool = False
 
     def __post_init__(self) -> None:
         self._report = Report(0, Load(0, 0, 0.0))
-        self._states = {endpoint: _Gateway(endpoint) for endpoint in self.gateways}
+        self._links = {endpoint: GatewayLink(endpoint) for endpoint in self.gateways}
+        self._complaints = Complaints()
         self._client = ControlClient(self.hello.worker_id, self.gateways)
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
@@ -148,66 +148,88 @@ class GatewayLinks:
             self._client.poll(self.timing.beat_interval / 4)
             now = time.monotonic()
             for gateway, message in self._client.receive():
-                self._on_message(self._states[gateway], message, now)
+                self._on_message(self._links[gateway], message, now)
             for item in self._outbox.drain():
                 self._on_outgoing(item)
-            for state in self._states.values():
-                self._on_tick(state, now)
+            for link in self._links.values():
+                self._on_tick(link, now)
         self._client.close()
 
-    def _on_message(self, state: _Gateway, message: GatewayToWorker | MessageError, now: float) -> None:
-        state.last_heard = now
+    def _on_message(self, link: GatewayLink, message: GatewayToWorker | MessageError, now: float) -> None:
+        link.heard_at = now
+        if isinstance(message, MessageError):  # if it was one that counts, its number will be missing
+            if self._complaints.is_news(link.endpoint, "malformed message", now):
+                logger.warning("gateway %s sent a malformed message: %s", link.endpoint, message)
+            return
+        if (loss := link.loss_by(message)) is not None:
+            self._lose(link, loss)
         match message:
-            case MessageError():
-                logger.warning("gateway %s sent a malformed message: %s", state.endpoint, message)
-            case Welcome(epoch):
-                self._on_welcome(state, epoch)
-            case GatewayBeat(epoch):
-                if state.epoch is not None and epoch != state.epoch:
-                    self._lose(state, "was restarted")
-            case Reintroduce():
-                self._lose(state, "does not know us")
+            case Welcome():
+                self._on_welcome(link, message, now)
             case Refused(reason):
-                logger.error("gateway %s refused this worker: %s", state.endpoint, reason)
-                self.inbox.put(LinkRefused(state.endpoint, reason))
+                self._on_refused(link, reason, now)
             case PrefillRequest() | DecodeRequest() | Cancel():
-                self.inbox.put(FromGateway(state.endpoint, message))
+                if link.takes(message):
+                    self._hand_in(link, message)
 
-    def _on_welcome(self, state: _Gateway, epoch: str) -> None:
-        if state.epoch == epoch:
-            return
-        if state.epoch is not None:
-            self._lose(state, "was restarted")
-        logger.info("registered with gateway %s", state.endpoint)
-        state.epoch = epoch
+    def _on_welcome(self, link: GatewayLink, message: Welcome, now: float) -> None:
+        if link.welcome(message, now):
+            logger.info("registered with gateway %s", link.endpoint)
+            self._complaints.settle(link.endpoint)
 
-    def _lose(self, state: _Gateway, why: str) -> None:
-        if state.epoch is None:
+    def _on_refused(self, link: GatewayLink, reason: str, now: float) -> None:
+        if link.refuse(reason, now):
+            logger.error("gateway %s refuses this worker: %s", link.endpoint, reason)
+            if all(other.state is LinkState.REFUSED for other in self._links.values()):
+                self.inbox.put(AllGatewaysRefused())
+
+    def _hand_in(self, link: GatewayLink, message: RequestMessage) -> None:
+        """The engine empties its inbox once a step; until then the inbox must not grow without bound."""
+        if isinstance(message, Cancel):
+            if self.inbox.backlog >= self.max_pending + MAX_PENDING_CANCELS:
+                self._lose(link, "cancels faster than this worker can take in")
+                return
+        elif self.inbox.backlog >= self.max_pending:
+            end = RequestEnd(EndReason.OVERLOADED, "the worker's inbox is full")
+            self._send(link, (RequestOutput(message.request.request_id, message.request.attempt, 0, end=end),))
             return
-        logger.warning("gateway %s %s: cancelling its requests", state.endpoint, why)
-        state.epoch = None
-        state.next_send = 0.0
-        self.inbox.put(GatewayLost(state.endpoint))
+        self.inbox.put(FromGateway(link.endpoint, message))
+
+    def _lose(self, link: GatewayLink, why: str) -> None:
+        logger.warning("gateway %s %s: cancelling its requests", link.endpoint, why)
+        link.lose()
+        self.inbox.put(GatewayLost(link.endpoint))
 
     def _on_outgoing(self, item: _Outgoing | _Leave) -> None:
-        if isinstance(item, _Leave):
-            self._leaving = True
-            for endpoint in self.gateways:
-                self._client.send(endpoint, Goodbye(self.hello.generation, item.reason))
+        if isinstance(item, _Outgoing):
+            self._send(self._links[item.gateway], item.outputs)
             return
-        if not self._client.send(item.gateway, StepOutput(self.hello.generation, item.outputs)):
-            self._lose(self._states[item.gateway], "takes no more messages")
+        self._leaving = True
+        for endpoint in self.gateways:
+            self._client.send(endpoint, Goodbye(self.hello.generation, item.reason))
 
-    def _on_tick(self, state: _Gateway, now: float) -> None:
-        if state.epoch is not None and now - state.last_heard > self.timing.dead_after:
-            self._lose(state, f"has been silent for {self.timing.dead_after:g} s")
-        if now < state.next_send or self._leaving:
+    def _send(self, link: GatewayLink, outputs: tuple[RequestOutput, ...]) -> None:
+        """Nothing goes to a gateway that we aren't registered with: what it had here is cancelled, by both sides."""
+        if not link.is_welcomed:
             return
-        if state.epoch is None:
-            self._client.send(state.endpoint, self.hello)
-            state.next_send = now + HELLO_INTERVAL_S
+        if self._client.send(link.endpoint, StepOutput(self.hello.generation, link.num_sent + 1, outputs)):
+            link.num_sent += 1
+        else:
+            self._lose(link, "takes no more messages")
+
+    def _on_tick(self, link: GatewayLink, now: float) -> None:
+        if link.is_welcomed and now - link.heard_at > self.timing.dead_after:
+            self._lose(link, f"has been silent for {self.timing.dead_after:g} s")
+        if now < link.next_send or self._leaving:
             return
+        if link.is_welcomed:
+            self._beat(link, now)
+            return
+        self._client.send(link.endpoint, structs.replace(self.hello, introduction=link.introduction))
+        link.hello_said(now)
+
+    def _beat(self, link: GatewayLink, now: float) -> None:
         report = self._report
-        beat = Heartbeat(self.hello.generation, report.progress, report.load, report.draining)
-        self._client.send(state.endpoint, beat)
-        state.next_send = now + self.timing.beat_interval
+        beat = Heartbeat(self.hello.generation, link.num_sent, report.progress, report.load, report.draining)
+        self._client.send(link.endpoint, beat)
+        link.next_send = now + self.timing.beat_interval

@@ -3,7 +3,6 @@
 TransferError
 ├── ProtocolError        a peer sent something this protocol does not allow; its connection pays, nobody else
 │   └── MessageError     bytes that do not decode into a known message within the limits
-├── PeerRefusedError     the other side turned us down at the handshake; the message says what differs
 └── SettingsError        a flag, an environment variable or a file given by the operator is wrong
 """
 
@@ -18,10 +17,6 @@ class ProtocolError(TransferError):
 
 class MessageError(ProtocolError):
     """Bytes from a peer do not decode into a message."""
-
-
-class PeerRefusedError(TransferError):
-    """The handshake was refused; `str(error)` says what differs."""
 
 
 class SettingsError(TransferError):

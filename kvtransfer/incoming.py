@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtransfer.errors import ProtocolError
-from kvtransfer.messages import KvHeader
-from kvtransfer.outgoing import TransferKey
+from kvtransfer.messages import KvHeader, RequestKey
 
 PeerId = tuple[str, str]
 """(worker_id, generation) of a prefill worker."""
@@ -35,7 +34,7 @@ class ReceptionOutcome(Enum):
 class ReceptionEnded:
     """The receiver will not touch the request's blocks again. `first_token_id` is set if the outcome is ARRIVED."""
 
-    key: TransferKey
+    key: RequestKey
     outcome: ReceptionOutcome
     first_token_id: int | None = None
     first_frame_at: float | None = None  # monotonic seconds
@@ -46,7 +45,7 @@ class ReceptionEnded:
 class IncomingTransfer:
     """One reservation's books. `last_sign` is the last time the peer spoke of it, seconds."""
 
-    key: TransferKey
+    key: RequestKey
     peer: PeerId
     num_tokens: int
     first_token: int
@@ -99,9 +98,9 @@ class IncomingBook:
     """All receptions of one decode worker, offers that wait for one, and how the latest ones ended."""
 
     def __init__(self) -> None:
-        self._transfers: dict[TransferKey, IncomingTransfer] = {}
-        self._parked: OrderedDict[tuple[TransferKey, PeerId], ParkedOffer] = OrderedDict()
-        self._ended: OrderedDict[TransferKey, ReceptionOutcome] = OrderedDict()
+        self._transfers: dict[RequestKey, IncomingTransfer] = {}
+        self._parked: OrderedDict[tuple[RequestKey, PeerId], ParkedOffer] = OrderedDict()
+        self._ended: OrderedDict[RequestKey, ReceptionOutcome] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -115,25 +114,28 @@ class IncomingBook:
         self._transfers[transfer.key] = transfer
         return self._parked.pop((transfer.key, transfer.peer), None)
 
-    def find(self, key: TransferKey, peer: PeerId) -> IncomingTransfer | None:
+    def find(self, key: RequestKey, peer: PeerId) -> IncomingTransfer | None:
         """The open reception `key` if it is `peer`'s to fill."""
         transfer = self._transfers.get(key)
         return transfer if transfer is not None and transfer.peer == peer else None
 
-    def get(self, key: TransferKey) -> IncomingTransfer | None:
+    def get(self, key: RequestKey) -> IncomingTransfer | None:
         return self._transfers.get(key)
 
-    def park(self, key: TransferKey, offer: ParkedOffer) -> ParkedOffer | None:
-        """Keeps an offer until its reservation comes; returns the oldest one if there are too many."""
+    def park(self, key: RequestKey, offer: ParkedOffer) -> tuple[RequestKey, ParkedOffer] | None:
+        """Keeps an offer until its reservation comes; if there are too many, the oldest one goes and is returned."""
         self._parked[key, offer.peer] = offer
         self._parked.move_to_end((key, offer.peer))
-        return self._parked.popitem(last=False)[1] if len(self._parked) > MAX_PARKED_OFFERS else None
+        if len(self._parked) <= MAX_PARKED_OFFERS:
+            return None
+        (evicted_key, _), evicted = self._parked.popitem(last=False)
+        return evicted_key, evicted
 
-    def ended(self, key: TransferKey) -> ReceptionOutcome | None:
+    def ended(self, key: RequestKey) -> ReceptionOutcome | None:
         """How `key` ended, if it did so lately."""
         return self._ended.get(key)
 
-    def close(self, key: TransferKey, outcome: ReceptionOutcome) -> IncomingTransfer | None:
+    def close(self, key: RequestKey, outcome: ReceptionOutcome) -> IncomingTransfer | None:
         """Ends a reception and returns it; None if it is not open."""
         transfer = self._transfers.pop(key, None)
         if transfer is not None:

@@ -71,11 +71,6 @@ def check_header(header: KvHeader, k_bytes: int, v_bytes: int, layout: KvLayout)
         raise ProtocolError(f"bodies of {k_bytes} and {v_bytes} bytes, the header makes it {expected}")
 
 
-def supports_dtype(dtype: str) -> bool:
-    """Whether KV of this dtype can cross the wire."""
-    return dtype in _DTYPE_BYTES
-
-
 def our_identity(fingerprint: Fingerprint, layout: KvLayout) -> tuple[int, Fingerprint, KvLayout]:
     """This process's side of `describe_mismatch`."""
     return (PROTOCOL_VERSION, fingerprint, layout)

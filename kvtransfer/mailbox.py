@@ -33,6 +33,11 @@ class Mailbox(Generic[Item]):
         except BlockingIOError:
             return  # the reader has wake-ups enough
 
+    @property
+    def backlog(self) -> int:
+        """Items that wait to be drained. From any thread; true for a moment only, as others go on."""
+        return self._items.qsize()
+
     def drain(self) -> list[Item]:
         """All items at hand, oldest first, without waiting."""
         self._swallow_wakeups()

@@ -9,6 +9,10 @@ values out of range are refused while decoding, so what a handler receives is al
     decode  -> prefill   KvWelcome, Refused, KvGrant, KvCredit, KvDone, KvRevoke
 
 Every hand-over is named by (request_id, attempt); whatever names an attempt that is over is dropped.
+
+A link that is cut and comes back may have lost messages without a word. So from Welcome on the messages that matter are
+numbered 1, 2, ... in each direction (StepOutput; PrefillRequest, DecodeRequest and Cancel together), and the beats name
+the last number sent. Whoever misses a number gives the link up, and it begins anew with the next Hello and its Welcome.
 """
 
 from collections.abc import Sequence
@@ -45,6 +49,8 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+RequestKey = tuple[str, int]
+"""(request_id, attempt): names one hand-over."""
 TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 
 
@@ -208,7 +214,8 @@ class RequestOutput(Part, frozen=True):
 
 class Hello(Message, frozen=True):
     """A worker introduces itself. `generation` is drawn anew at each start, so a restarted worker is another one.
-    `kv_endpoint` is where a decode worker takes KV (None for prefill)."""
+    `kv_endpoint` is where a decode worker takes KV (None for prefill). `introduction` counts how often this start has
+    registered with this gateway: a Hello that is repeated for want of an answer keeps it, one after a loss moves it."""
 
     protocol: Positive
     role: Role
@@ -218,13 +225,16 @@ class Hello(Message, frozen=True):
     layout: KvLayout
     limits: Limits
     kv_endpoint: Endpoint | None
+    introduction: Positive = 1
 
 
 class Heartbeat(Message, frozen=True):
     """Sent by the control thread at a fixed rate. `progress` counts engine steps and idle wake-ups: while it stands
-    still for long, the engine is stuck although the process lives. `draining`: send no new requests."""
+    still for long, the engine is stuck although the process lives. `sequence`: of the last StepOutput sent.
+    `draining`: send no new requests."""
 
     generation: Name
+    sequence: Count
     progress: Count
     load: Load
     draining: bool = False
@@ -234,6 +244,7 @@ class StepOutput(Message, frozen=True):
     """All that one engine step has for one gateway."""
 
     generation: Name
+    sequence: Positive
     outputs: tuple[RequestOutput, ...]
 
 
@@ -248,27 +259,31 @@ class Goodbye(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The gateway takes the worker in. `epoch` names this run of the gateway."""
+    """The gateway takes the worker in. `epoch` names this run of the gateway, `introduction` is that of the Hello that
+    is answered: a Welcome that comes late is told from the one waited for."""
 
     epoch: Name
+    introduction: Positive
 
 
 class Refused(Message, frozen=True):
-    """The handshake failed for good; the receiver says so and stops."""
+    """The handshake failed, and fails again while nothing changes on either side."""
 
     reason: Text
 
 
 class Reintroduce(Message, frozen=True):
-    """The gateway does not know the sender (it was restarted, or had given it up): say Hello again."""
+    """The gateway does not know the sender (it was restarted, or has given it up): say Hello again."""
 
     epoch: Name
 
 
 class GatewayBeat(Message, frozen=True):
-    """The gateway lives. Another `epoch` than at Welcome: what the old one owned is cancelled."""
+    """The gateway lives. Another `epoch` than at Welcome: what the old one owned is cancelled. `sequence`: of the last
+    numbered message sent."""
 
     epoch: Name
+    sequence: Count
 
 
 class DecodeTarget(Part, frozen=True):
@@ -280,25 +295,29 @@ class DecodeTarget(Part, frozen=True):
 
 
 class PrefillRequest(Message, frozen=True):
-    """Compute the prompt and the first token. Without a `target` the request ends with its first token."""
+    """Compute the prompt and the first token. Without a `target` the request ends with its first token.
+    `sequence`: 0 until it is sent."""
 
     request: RequestSpec
     target: DecodeTarget | None
+    sequence: Count = 0
 
 
 class DecodeRequest(Message, frozen=True):
-    """Reserve room, take the KV from `prefill_worker`, and go on from the first token."""
+    """Reserve room, take the KV from `prefill_worker`, and go on from the first token. `sequence` as above."""
 
     request: RequestSpec
     prefill_worker: Name
     prefill_generation: Name
+    sequence: Count = 0
 
 
 class Cancel(Message, frozen=True):
-    """Nobody waits for (request, attempt) any more."""
+    """Nobody waits for (request, attempt) any more. `sequence` as above."""
 
     request_id: Name
     attempt: Attempt
+    sequence: Count = 0
 
 
 # --- prefill -> decode -----------------------------------------------------------------------------
@@ -394,7 +413,9 @@ class KvRevoke(Message, frozen=True):
 
 
 WorkerToGateway = Hello | Heartbeat | StepOutput | Goodbye
-GatewayToWorker = Welcome | Refused | Reintroduce | GatewayBeat | PrefillRequest | DecodeRequest | Cancel
+RequestMessage = PrefillRequest | DecodeRequest | Cancel
+"""What a gateway numbers."""
+GatewayToWorker = Welcome | Refused | Reintroduce | GatewayBeat | RequestMessage
 PrefillToDecode = KvHello | KvOffer | KvHeader | KvFirstToken | KvAbort
 DecodeToPrefill = KvWelcome | Refused | KvGrant | KvCredit | KvDone | KvRevoke
 

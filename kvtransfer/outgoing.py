@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtransfer.errors import ProtocolError
-
-TransferKey = tuple[str, int]
-"""(request_id, attempt)."""
+from kvtransfer.messages import RequestKey
 
 
 class TransferOutcome(Enum):
@@ -32,7 +30,7 @@ class TransferOutcome(Enum):
 class TransferEnded:
     """The sender will not touch the request's blocks again."""
 
-    key: TransferKey
+    key: RequestKey
     outcome: TransferOutcome
     reason: str = ""
 
@@ -50,7 +48,7 @@ class Piece:
 class OutgoingTransfer:
     """One transfer's books. `first_token_id` is set once prefill has sampled; it goes out behind the last piece."""
 
-    key: TransferKey
+    key: RequestKey
     num_tokens: int
     num_layers: int
     piece_bytes_per_token: int  # K and V together, one layer
@@ -126,7 +124,7 @@ class OutgoingBook:
     """All transfers of one prefill worker, oldest first."""
 
     def __init__(self) -> None:
-        self._transfers: dict[TransferKey, OutgoingTransfer] = {}
+        self._transfers: dict[RequestKey, OutgoingTransfer] = {}
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -138,9 +136,9 @@ class OutgoingBook:
         assert transfer.key not in self._transfers, transfer.key
         self._transfers[transfer.key] = transfer
 
-    def find(self, key: TransferKey) -> OutgoingTransfer | None:
+    def find(self, key: RequestKey) -> OutgoingTransfer | None:
         return self._transfers.get(key)
 
-    def close(self, key: TransferKey) -> OutgoingTransfer | None:
+    def close(self, key: RequestKey) -> OutgoingTransfer | None:
         """Forgets a transfer and returns it; None if it is closed already."""
         return self._transfers.pop(key, None)

@@ -7,6 +7,8 @@
    Credits go back as bytes are spliced.
 4. With the last layer's last token and the first sampled token here, prefill gets KvDone and the engine ReceptionEnded.
    However a reception ends, the engine gets exactly one ReceptionEnded, after the last write: only then may it free.
+
+A prefill worker hangs up a link that it has not used for a lease, so one that was silent for IDLE_LEASES is forgotten.
 """
 
 import logging
@@ -16,9 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvtransfer.channel import KvBody, KvListener
+from kvtransfer.complaints import Complaints
 from kvtransfer.errors import MessageError, ProtocolError
 from kvtransfer.incoming import IncomingBook, IncomingTransfer, ParkedOffer, PeerId, ReceptionEnded, ReceptionOutcome
-from kvtransfer.layout import check_header, describe_mismatch, our_identity
+from kvtransfer.layout import check_header
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import (
     MAX_TEXT_CHARS,
@@ -37,30 +40,32 @@ from kvtransfer.messages import (
     KvWelcome,
     PrefillToDecode,
     Refused,
+    RequestKey,
 )
-from kvtransfer.outgoing import TransferKey
+from kvtransfer.peers import PeerBook
 
 logger = logging.getLogger(__name__)
 
 MESSAGES_A_TURN = 64
-MAX_PEERS = 1024
+IDLE_LEASES = 8
+SWEEPS_A_LEASE = 4
 
 
 class KvSink(Protocol):
     """Where KV is written to: the decode worker's pool."""
 
-    def splice(self, key: TransferKey, header: KvHeader, body: KvBody) -> None:
+    def splice(self, key: RequestKey, header: KvHeader, body: KvBody) -> None:
         """Copies K and V of one layer's tokens into the blocks that `key` owns."""
         ...
 
-    def finish(self, key: TransferKey) -> None:
+    def finish(self, key: RequestKey) -> None:
         """Returns when all that was spliced for `key` can be read by the next step."""
         ...
 
 
 @dataclass(frozen=True)
 class _Expect:
-    key: TransferKey
+    key: RequestKey
     peer: PeerId
     num_tokens: int
     first_token: int
@@ -68,7 +73,7 @@ class _Expect:
 
 @dataclass(frozen=True)
 class _Close:
-    key: TransferKey
+    key: RequestKey
     reason: str
 
 
@@ -104,8 +109,10 @@ class KvReceiver:
 
     def __post_init__(self) -> None:
         self._book = IncomingBook()
-        self._peers: dict[bytes, PeerId] = {}
-        self._first_frame_at: dict[TransferKey, float] = {}
+        self._peers = PeerBook(self.identity)
+        self._complaints = Complaints()
+        self._next_sweep = 0.0
+        self._first_frame_at: dict[RequestKey, float] = {}
         self._thread = threading.Thread(target=self._run, name="kv-receiver", daemon=True)
 
     # --- for the engine's thread
@@ -117,11 +124,11 @@ class KvReceiver:
         """Whether the receiver still runs: without it the engine must stop."""
         return self._thread.is_alive()
 
-    def expect(self, key: TransferKey, peer: PeerId, num_tokens: int, first_token: int) -> None:
+    def expect(self, key: RequestKey, peer: PeerId, num_tokens: int, first_token: int) -> None:
         """Blocks for `num_tokens` tokens are reserved, and those before `first_token` are there already."""
         self._commands.put(_Expect(key, peer, num_tokens, first_token))
 
-    def close(self, key: TransferKey, reason: str) -> None:
+    def close(self, key: RequestKey, reason: str) -> None:
         """Gives a reception up; answered by ReceptionEnded unless it has ended already."""
         self._commands.put(_Close(key, reason))
 
@@ -134,13 +141,17 @@ class KvReceiver:
     def _run(self) -> None:
         self.listener.watch(self._commands)
         while not self._stopping:
-            self.listener.poll(min(1.0, self.limits.lease / 4))
+            self.listener.poll(self._sweep_interval)
             now = time.monotonic()
             for command in self._commands.drain():
                 self._apply(command, now)
             self._receive_some(now)
             self._sweep(now)
         self.listener.close()
+
+    @property
+    def _sweep_interval(self) -> float:
+        return min(1.0, self.limits.lease / SWEEPS_A_LEASE)
 
     def _receive_some(self, now: float) -> None:
         for _ in range(MESSAGES_A_TURN):
@@ -188,15 +199,15 @@ class KvReceiver:
         try:
             self._handle(link, message, body, now)
         except ProtocolError as error:
-            self._drop_peer(link, str(error))
+            self._drop_peer(link, str(error), now)
 
     def _handle(self, link: bytes, message: PrefillToDecode | MessageError, body: KvBody | None, now: float) -> None:
         if isinstance(message, MessageError):
             raise message
         if isinstance(message, KvHello):
-            self._on_hello(link, message)
+            self._on_hello(link, message, now)
             return
-        peer = self._peers.get(link)
+        peer = self._peers.heard_on(link, now)
         if peer is None:
             raise ProtocolError("a message before KvHello")
         if (body is not None) != isinstance(message, KvHeader):
@@ -212,27 +223,20 @@ class KvReceiver:
             transfer.last_sign = now
             self._on_transfer_message(transfer, message, body)
 
-    def _on_hello(self, link: bytes, hello: KvHello) -> None:
-        peer = (hello.worker_id, hello.generation)
-        ours = our_identity(*self.identity)
-        mismatch = describe_mismatch(ours, (hello.protocol, hello.fingerprint, hello.layout))
-        if mismatch is None:
-            self._forget_former_links(peer)
-            if len(self._peers) >= MAX_PEERS:
-                mismatch = f"{MAX_PEERS} prefill workers are connected already"
-        if mismatch is not None:
-            logger.error("prefill worker %s refused: %s", hello.worker_id, mismatch)
-            self._send(link, Refused(mismatch[:MAX_TEXT_CHARS]))
+    def _on_hello(self, link: bytes, hello: KvHello, now: float) -> None:
+        fault = self._peers.introduce(link, hello, now)
+        if fault is not None:
+            if self._complaints.is_news(link, fault, now):
+                logger.error("prefill worker %s refused: %s", hello.worker_id, fault)
+            self._send(link, Refused(fault[:MAX_TEXT_CHARS]))
             return
-        self._peers[link] = peer
+        self._end_former_transfers((hello.worker_id, hello.generation))
         logger.info("prefill worker %s is connected", hello.worker_id)
         self._send(link, KvWelcome(self.generation))
 
-    def _forget_former_links(self, peer: PeerId) -> None:
+    def _end_former_transfers(self, peer: PeerId) -> None:
         """A worker dials anew after a restart or on a new link: what it had offered before will never come."""
         worker_id, _ = peer
-        for link in [link for link, (known_id, _) in self._peers.items() if known_id == worker_id]:
-            del self._peers[link]
         for transfer in self._book:
             if transfer.peer[0] == worker_id and (transfer.peer != peer or transfer.link is not None):
                 self._end(transfer.key, ReceptionOutcome.FAILED, "the prefill worker was restarted or dialled anew")
@@ -248,14 +252,21 @@ class KvReceiver:
         elif ended is not None:
             self._send(link, KvRevoke(*key, reason="no longer wanted"))
         else:
-            self._book.park(key, ParkedOffer(peer, link, offer.num_tokens, now))
+            self._park(key, ParkedOffer(peer, link, offer.num_tokens, now))
+
+    def _park(self, key: RequestKey, offer: ParkedOffer) -> None:
+        """Whose offer has to make room is told, unless it was withdrawn already."""
+        evicted = self._book.park(key, offer)
+        if evicted is not None and evicted[1].abort_reason is None:
+            evicted_key, evicted_offer = evicted
+            self._send(evicted_offer.link, KvRevoke(*evicted_key, reason="too many offers wait for a reservation"))
 
     def _on_stray(self, link: bytes, peer: PeerId, message: KvHeader | KvFirstToken | KvAbort, now: float) -> None:
         """Something for an attempt that is over, or was never ours: dropped and counted. An abort may also have
         overtaken the reservation, which then must not wait for KV."""
         key = (message.request_id, message.attempt)
         if isinstance(message, KvAbort) and self._book.ended(key) is None:
-            self._book.park(key, ParkedOffer(peer, link, 0, now, message.reason))
+            self._park(key, ParkedOffer(peer, link, 0, now, message.reason))
         else:
             self.num_dropped += 1
 
@@ -299,28 +310,33 @@ class KvReceiver:
         self._end(transfer.key, ReceptionOutcome.ARRIVED, first_token_id=transfer.first_token_id)
 
     def _end(
-        self, key: TransferKey, outcome: ReceptionOutcome, reason: str = "", first_token_id: int | None = None
+        self, key: RequestKey, outcome: ReceptionOutcome, reason: str = "", first_token_id: int | None = None
     ) -> None:
         first_frame_at = self._first_frame_at.pop(key, None)
         if self._book.close(key, outcome) is not None:
             self.events.put(ReceptionEnded(key, outcome, first_token_id, first_frame_at, reason))
 
-    def _drop_peer(self, link: bytes, reason: str) -> None:
+    def _drop_peer(self, link: bytes, reason: str, now: float) -> None:
         """A breach of protocol costs the sender its link, and the transfers on it; nobody else anything.
 
         What was on its way behind the breach, and strangers' noise, is counted and not logged: a log has a ceiling.
         """
-        peer = self._peers.pop(link, None)
+        peer = self._peers.forget(link)
         self._send(link, Refused("the link broke the protocol"))
         if peer is None:
             self.num_dropped += 1
             return
-        logger.error("KV peer %s broke the protocol: %s", peer[0], reason)
+        if self._complaints.is_news(link, reason, now):
+            logger.error("KV peer %s broke the protocol: %s", peer[0], reason)
         for transfer in self._book:
             if transfer.peer == peer:
                 self._end(transfer.key, ReceptionOutcome.FAILED, "the prefill worker broke the protocol")
 
     def _sweep(self, now: float) -> None:
+        if now < self._next_sweep:
+            return
+        self._next_sweep = now + self._sweep_interval
+        self._peers.forget_idle(now - IDLE_LEASES * self.limits.lease, {transfer.peer for transfer in self._book})
         for transfer in self._book.silent_since(now - self.limits.lease):
             if transfer.link is not None:
                 self._send(transfer.link, KvRevoke(*transfer.key, reason="the lease ran out"))

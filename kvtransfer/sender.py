@@ -36,8 +36,9 @@ from kvtransfer.messages import (
     KvRevoke,
     KvWelcome,
     Refused,
+    RequestKey,
 )
-from kvtransfer.outgoing import OutgoingBook, OutgoingTransfer, Piece, TransferEnded, TransferKey, TransferOutcome
+from kvtransfer.outgoing import OutgoingBook, OutgoingTransfer, Piece, TransferEnded, TransferOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +50,14 @@ IDLE_KEEPALIVES = 4
 class KvSource(Protocol):
     """Where KV is read from: the prefill worker's pool."""
 
-    def gather(self, key: TransferKey, piece: Piece) -> KvBody:
+    def gather(self, key: RequestKey, piece: Piece) -> KvBody:
         """K and V of one layer for tokens [start, stop), each [tokens, num_kv_heads, head_dim], contiguous bytes."""
         ...
 
 
 @dataclass(frozen=True)
 class _Open:
-    key: TransferKey
+    key: RequestKey
     target: DecodeTarget
     num_tokens: int
 
@@ -64,18 +65,18 @@ class _Open:
 @dataclass(frozen=True)
 class _Ready:
     layer: int
-    stops: tuple[tuple[TransferKey, int], ...]
+    stops: tuple[tuple[RequestKey, int], ...]
 
 
 @dataclass(frozen=True)
 class _FirstToken:
-    key: TransferKey
+    key: RequestKey
     token_id: int
 
 
 @dataclass(frozen=True)
 class _Abort:
-    key: TransferKey
+    key: RequestKey
     reason: str
     tell_peer: bool
 
@@ -110,7 +111,7 @@ class KvSender:
     def __post_init__(self) -> None:
         self._dialer = KvDialer(f"{self.hello.worker_id}/{self.hello.generation}")
         self._book = OutgoingBook()
-        self._peer_of: dict[TransferKey, str] = {}
+        self._peer_of: dict[RequestKey, str] = {}
         self._peers: dict[str, _Peer] = {}
         self._aborts: list[tuple[str, KvAbort]] = []  # to be said as soon as the peer's queue has room
         self._next_keepalive = 0.0
@@ -125,19 +126,19 @@ class KvSender:
         """Whether the sender still runs: without it the engine must stop."""
         return self._thread.is_alive()
 
-    def open(self, key: TransferKey, target: DecodeTarget, num_tokens: int) -> None:
+    def open(self, key: RequestKey, target: DecodeTarget, num_tokens: int) -> None:
         """Offers a request's KV to `target`."""
         self._commands.put(_Open(key, target, num_tokens))
 
-    def ready(self, layer: int, stops: Sequence[tuple[TransferKey, int]]) -> None:
+    def ready(self, layer: int, stops: Sequence[tuple[RequestKey, int]]) -> None:
         """KV of tokens [0, stop) of `layer` is in the pool, for each (key, stop)."""
         self._commands.put(_Ready(layer, tuple(stops)))
 
-    def first_token(self, key: TransferKey, token_id: int) -> None:
+    def first_token(self, key: RequestKey, token_id: int) -> None:
         """The prompt is computed and its first token sampled."""
         self._commands.put(_FirstToken(key, token_id))
 
-    def abort(self, key: TransferKey, reason: str, *, tell_peer: bool) -> None:
+    def abort(self, key: RequestKey, reason: str, *, tell_peer: bool) -> None:
         """Gives a transfer up; answered by TransferEnded unless it has ended already."""
         self._commands.put(_Abort(key, reason, tell_peer))
 
@@ -235,9 +236,8 @@ class KvSender:
         match message:
             case MessageError():
                 raise message
-            case KvWelcome():
-                logger.info("KV link to %s is up", name)
-                self._peers[name].is_welcome = True
+            case KvWelcome(generation):
+                self._on_welcome(name, generation)
             case Refused(reason):
                 self._on_refused(name, reason)
             case KvGrant(request_id, attempt, first_token, window_bytes):
@@ -253,6 +253,17 @@ class KvSender:
                 if self._find(name, (request_id, attempt)):
                     self._end((request_id, attempt), TransferOutcome.REVOKED, reason)
 
+    def _on_welcome(self, name: str, generation: str) -> None:
+        """Behind the address may be another decode worker by now, which has no room reserved for what is meant for
+        the one before."""
+        peer = self._peers[name]
+        if generation != peer.target.generation:
+            logger.warning("decode worker %s is not the one that was meant: it was restarted", name)
+            self._drop_peer(name, "the decode worker was restarted")
+            return
+        logger.info("KV link to %s is up", name)
+        peer.is_welcome = True
+
     def _on_refused(self, name: str, reason: str) -> None:
         """At the handshake the first word holds; what follows answers what was sent behind KvHello. Later on, the
         other side has lost track of this link (it was cut, or its peer restarted): the next transfer dials anew."""
@@ -266,11 +277,11 @@ class KvSender:
         peer.refusal = reason
         self._fail_all(name, reason)
 
-    def _find(self, name: str, key: TransferKey) -> OutgoingTransfer | None:
+    def _find(self, name: str, key: RequestKey) -> OutgoingTransfer | None:
         """The transfer `key` if it is open and goes to `name`; late messages of ended ones find nothing."""
         return self._book.find(key) if self._peer_of.get(key) == name else None
 
-    def _end(self, key: TransferKey, outcome: TransferOutcome, reason: str = "") -> None:
+    def _end(self, key: RequestKey, outcome: TransferOutcome, reason: str = "") -> None:
         if self._book.close(key) is not None:
             del self._peer_of[key]
             self.events.put(TransferEnded(key, outcome, reason))

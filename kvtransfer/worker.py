@@ -5,7 +5,7 @@ that leases are swept and `progress` moves while nothing is scheduled.
 
 The loop ends with exit code
     0  after SIGTERM or SIGINT: new requests are turned away, running ones get `shutdown_timeout` seconds to end
-    1  when a gateway refused us, the engine failed, or a thread that the worker can't live without has died
+    1  when all gateways refused us, the engine failed, or a thread that the worker can't live without has died
 """
 
 import logging
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from kvtransfer.control import ControlEvent, FromGateway, GatewayLinks, GatewayLost, LinkRefused, Report, RequestMessage
+from kvtransfer.control import AllGatewaysRefused, ControlEvent, FromGateway, GatewayLinks, GatewayLost, Report
 from kvtransfer.incoming import ReceptionEnded
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import Cancel, EndReason, Load, RequestEnd, RequestOutput
+from kvtransfer.messages import Cancel, EndReason, Load, RequestEnd, RequestMessage, RequestOutput
 from kvtransfer.outgoing import TransferEnded
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class Worker:
                 self.role.cancel_all_of(gateway, now)
             case TransferEnded() | ReceptionEnded():
                 self.role.on_transfer(event, now)
-            case LinkRefused():
+            case AllGatewaysRefused():
                 self._refused = True
             case StopRequested():
                 self._stop_at = now + self.shutdown_timeout if self._stop_at is None else now

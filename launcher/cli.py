@@ -25,7 +25,7 @@ An LLM server that runs prefill and decode on different GPUs.
   prefill       one worker that turns prompts into KV cache
   decode        one worker that takes KV cache and generates
   fetch-model   bring a model onto this machine
-  health        exit code 0 if a gateway is ready or counts on a worker, else 1: for health checks
+  health        exit code 0 if a gateway is ready, or gives a worker requests, else 1
   flags         the flags of all commands as a table (Markdown)
 
 kvsplice COMMAND --help explains a command; kvsplice --version names the release.

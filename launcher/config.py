@@ -1,9 +1,11 @@
 """Settings of the commands that are no roles: `kvsplice serve`, `fetch-model`, `health`."""
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from engine.config import DEFAULT_MODEL
 from kvtransfer.addresses import check_host
+from kvtransfer.errors import SettingsError
 from kvtransfer.settings import Settings, setting
 
 
@@ -26,10 +28,23 @@ class HealthConfig(Settings):
     url: str = setting("http://127.0.0.1:8000", "The gateway to ask.", group="network", metavar="http://HOST:PORT")
     worker_id: str | None = setting(
         None,
-        "Ask whether the gateway counts on this worker, instead of whether the whole cluster is ready.",
+        "Ask whether the gateway gives this worker requests, instead of whether the whole cluster is ready.",
         group="process",
         default_text="the whole cluster",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not _is_http(self.url):
+            raise SettingsError(f"--url must be http://HOST:PORT or https://HOST:PORT, not {self.url!r}")
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no address, or no number for a port
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,20 +10,32 @@ MAX_ANSWER_BYTES: Final = 4 << 20
 
 
 def ask(url: str, worker_id: str | None) -> tuple[bool, str]:
-    """Whether it is well, and a line for people. A worker is well while the gateway counts on it, which takes its
-    heartbeats: a process that merely exists is not."""
+    """Whether it is well, and a line for people. A worker is well while the gateway gives it requests: one that has
+    stalled, drains or merely exists is not. `url` is http or https."""
     try:
         if worker_id is None:
             return True, _get(f"{url}/health").strip() or "ready"
         metrics = _get(f"{url}/metrics")
     except (OSError, ValueError) as error:
         return False, _why(error)
-    known = re.search(rf'^kvsplice:[a-z_]+\{{[^}}\n]*worker="{re.escape(worker_id)}"', metrics, re.MULTILINE)
-    return known is not None, f"the gateway {'counts on' if known else 'does not know'} {worker_id}"
+    return _verdict(metrics, worker_id)
+
+
+def _verdict(metrics: str, worker_id: str) -> tuple[bool, str]:
+    """What /metrics says of one worker."""
+    pattern = rf'^kvsplice:worker_capable\{{[^}}\n]*worker="{re.escape(worker_id)}"[^}}\n]*\}} (\S+)$'
+    match = re.search(pattern, metrics, re.MULTILINE)
+    if match is None:
+        return False, f"the gateway does not know {worker_id}"
+    if float(match[1]) != 1.0:
+        return False, f"the gateway gives {worker_id} no requests: it is shutting down, or its engine stands still"
+    return True, f"the gateway counts on {worker_id}"
 
 
 def _get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:  # http or https; anything else is a ValueError
+    # No proxy of the environment: a gateway is asked directly.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=TIMEOUT_S) as response:
         return bytes(response.read(MAX_ANSWER_BYTES)).decode("utf-8", "replace")
 
 

@@ -45,9 +45,8 @@ def build(config: PrefillConfig, engine: Engine) -> Worker:
     )
     scheduler = PrefillScheduler(engine.pool, limits, engine.eos_token_ids)
     sender = KvSender(_kv_hello(hello), PoolSource(engine, scheduler), inbox, keepalive=config.lease_s / 4)
-    links = GatewayLinks(
-        hello, config.gateway, LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s), inbox
-    )
+    timing = LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s)
+    links = GatewayLinks(hello, config.gateway, timing, inbox, config.max_waiting)
     stop_on_signals(inbox)
     return Worker(PrefillRole(engine, scheduler, sender), links, inbox, config.shutdown_timeout_s)
 

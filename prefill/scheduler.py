@@ -20,10 +20,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
-from engine.request import Outgoing, Request, RequestKey, RequestState, ScheduledRow
+from engine.request import Outgoing, Request, RequestState, ScheduledRow
 from engine.request_book import RequestBook
 from engine.stopping import finish_reason
-from kvtransfer.messages import DecodeTarget, EndReason, LifetimeEvent, RequestEnd, RequestOutput
+from kvtransfer.messages import DecodeTarget, EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 
 OLDEST_SHARE = 4

@@ -14,9 +14,8 @@ from engine.buffers import as_bytes
 from engine.request import ScheduledRow
 from engine.role import EngineRole
 from kvtransfer.channel import KvBody
-from kvtransfer.control import RequestMessage
-from kvtransfer.messages import PrefillRequest
-from kvtransfer.outgoing import Piece, TransferEnded, TransferKey
+from kvtransfer.messages import PrefillRequest, RequestKey, RequestMessage
+from kvtransfer.outgoing import Piece, TransferEnded
 from kvtransfer.sender import KvSender
 from kvtransfer.worker import TransferEvent
 from prefill.scheduler import (
@@ -38,7 +37,7 @@ class PoolSource:
         self._kv_cache = engine.kv_cache
         self._scheduler = scheduler
 
-    def gather(self, key: TransferKey, piece: Piece) -> KvBody:
+    def gather(self, key: RequestKey, piece: Piece) -> KvBody:
         """K and V of one layer's tokens [start, stop), each [tokens, num_kv_heads, head_dim]."""
         job = self._scheduler.find(key)
         assert job is not None, f"{key} was freed while its KV was being read"

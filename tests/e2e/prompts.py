@@ -17,29 +17,29 @@ class Prompt:
 
     name: str
     text: str
-    max_tokens: int = 24
+    max_tokens: int = 16
 
 
 PROMPTS: Sequence[Prompt] = (
-    Prompt("one word", "Hello", 16),
-    Prompt("english fact", "The capital of France is", 16),
-    Prompt("english story", "The lighthouse keeper had not spoken to anyone for eleven days when a boat", 32),
+    Prompt("one word", "Hello"),
+    Prompt("english fact", "The capital of France is"),
+    Prompt("english story", "The lighthouse keeper had not spoken to anyone for eleven days when a boat", 24),
     Prompt("list", "Shopping list:\n- flour\n- butter\n- eggs\n-"),
     Prompt("german", "Der Zug nach Hamburg fährt heute leider später ab, weil"),
     Prompt("french", "Au petit matin, la boulangère ouvre sa porte et"),
     Prompt("spanish", "Las montañas estaban cubiertas de nieve cuando llegamos al"),
     Prompt("polish", "Źdźbło trawy kołysało się na wietrze, a żółw"),
     Prompt("russian", "Утром над рекой стоял густой туман, и"),
-    Prompt("greek", "Η θάλασσα ήταν ήρεμη και το καράβι", 16),
-    Prompt("arabic", "في الصباح الباكر خرج الصياد إلى", 16),
-    Prompt("chinese", "春天来了，花园里的", 16),
-    Prompt("japanese", "駅前の小さな本屋で、", 16),
-    Prompt("emoji", "Weather today: ☀️🌤️🌧️ Mood: 🙂🙃 Tomorrow: ", 16),
-    Prompt("python", 'def mean(values):\n    """The arithmetic mean."""\n    return', 32),
-    Prompt("json", '{"name": "pump-7", "state": "running", "pressure_bar": 4.2, "alarms": [', 24),
-    Prompt("arithmetic", "12 + 30 = 42\n7 * 8 = 56\n91 - 19 =", 16),
-    Prompt("shell", "$ ls -l /var/log | sort -k5 -n | tail -3\n", 24),
-    Prompt("whitespace", "a\t\tb\n\n\n   c  \r\n d", 16),
+    Prompt("greek", "Η θάλασσα ήταν ήρεμη και το καράβι"),
+    Prompt("arabic", "في الصباح الباكر خرج الصياد إلى"),
+    Prompt("chinese", "春天来了，花园里的"),
+    Prompt("japanese", "駅前の小さな本屋で、"),
+    Prompt("emoji", "Weather today: ☀️🌤️🌧️ Mood: 🙂🙃 Tomorrow: "),
+    Prompt("python", 'def mean(values):\n    """The arithmetic mean."""\n    return', 24),
+    Prompt("json", '{"name": "pump-7", "state": "running", "pressure_bar": 4.2, "alarms": ['),
+    Prompt("arithmetic", "12 + 30 = 42\n7 * 8 = 56\n91 - 19 ="),
+    Prompt("shell", "$ ls -l /var/log | sort -k5 -n | tail -3\n"),
+    Prompt("whitespace", "a\t\tb\n\n\n   c  \r\n d"),
 )
 """Nineteen texts; the twentieth is `long_prompt`, made as token ids."""
 

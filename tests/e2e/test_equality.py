@@ -8,7 +8,7 @@ import pytest
 from kvtransfer.messages import EndReason, SamplingParams
 from tests.colocated import Colocated
 from tests.e2e.client import complete, stream
-from tests.e2e.cluster import ClusterFlags, running_cluster
+from tests.e2e.cluster import Cluster, ClusterFlags, running_cluster
 from tests.e2e.prompts import LONG_PROMPT_TOKENS, PROMPTS, long_prompt
 from tests.e2e.reference import Reference, ReferenceModel, torch_threads
 from tests.tiny_models import MAX_POSITIONS, TINY_MODELS, VOCAB_SIZE, save_tiny_model
@@ -16,16 +16,18 @@ from tests.tiny_models import MAX_POSITIONS, TINY_MODELS, VOCAB_SIZE, save_tiny_
 LONG = "ship's log of 3,000 tokens"
 FEW = ("english fact", "polish", "emoji", "python", "whitespace")
 REPLACEMENT = "\ufffd"
+Case = tuple[Sequence[int], int, Reference]
+"""Prompt token ids, max_tokens, what transformers generates."""
 
 
 @pytest.fixture(scope="module")
 def cases(smollm2):
-    """Name -> (prompt token ids, max_tokens, what transformers generates)."""
+    """Name -> Case."""
     with torch_threads(1):
         model = ReferenceModel(smollm2)
         encode = model.tokenizer.encode
         prompts = {p.name: (encode(p.text, add_special_tokens=False), p.max_tokens) for p in PROMPTS}
-        prompts[LONG] = (long_prompt(model.tokenizer), 16)
+        prompts[LONG] = (long_prompt(model.tokenizer), 8)
         return {name: (ids, count, model.generate(ids, count)) for name, (ids, count) in prompts.items()}
 
 
@@ -43,35 +45,31 @@ def test_the_prompts_are_twenty_and_decided_by_more_than_rounding(cases):
     assert min(reference.margin for _, _, reference in cases.values()) > 2e-3
 
 
-def test_twenty_prompts_through_the_whole_pipeline(cluster, cases):
+def assert_all_same(cluster: Cluster, cases: Sequence[Case]) -> None:
+    """Sends all at once, eight at a time."""
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda case: complete(cluster.http, list(case[0]), max_tokens=case[1]), cases.values()))
-    for answer, (prompt, _, reference) in zip(answers, cases.values(), strict=True):
+        answers = list(pool.map(lambda case: complete(cluster.http, list(case[0]), max_tokens=case[1]), cases))
+    for answer, (prompt, _, reference) in zip(answers, cases, strict=True):
         assert_same(answer, prompt, reference)
     cluster.wait_pools_empty()
 
 
+def test_twenty_prompts_through_the_whole_pipeline(cluster, cases):
+    assert_all_same(cluster, list(cases.values()))
+
+
 def test_string_prompts_and_streams_say_the_same(cluster, cases):
-    for prompt in (p for p in PROMPTS if p.name in FEW):
-        token_ids, count, reference = cases[prompt.name]
-        assert_same(stream(cluster.http, prompt.text, max_tokens=count), token_ids, reference)
+    prompts = [prompt for prompt in PROMPTS if prompt.name in FEW]
+    with ThreadPoolExecutor(len(FEW)) as pool:
+        answers = list(pool.map(lambda p: stream(cluster.http, p.text, max_tokens=p.max_tokens), prompts))
+    for answer, prompt in zip(answers, prompts, strict=True):
+        token_ids, _, reference = cases[prompt.name]
+        assert_same(answer, token_ids, reference)
 
 
 def test_small_chunks_and_different_block_sizes(small_chunk_cluster, cases):
     """Chunks of 64; blocks of 16 on prefill, 32 on decode. The long prompt takes 47 chunks."""
-    for name in (*FEW, LONG):
-        prompt, count, reference = cases[name]
-        assert_same(complete(small_chunk_cluster.http, prompt, max_tokens=count), prompt, reference)
-    small_chunk_cluster.wait_pools_empty()
-
-
-def test_larger_blocks_on_prefill_than_on_decode(smollm2, cases, tmp_path):
-    flags = ClusterFlags(smollm2, prefill=("--block-size", "32"), decode=("--block-size", "16"))
-    with running_cluster(flags, tmp_path) as running:
-        for name in (*FEW, "english story"):
-            prompt, count, reference = cases[name]
-            assert_same(complete(running.http, prompt, max_tokens=count), prompt, reference)
-        running.wait_pools_empty()
+    assert_all_same(small_chunk_cluster, [cases[name] for name in (*FEW, LONG)])
 
 
 @pytest.mark.parametrize(("block_size", "chunk_tokens"), [(16, 64), (32, 512)])
@@ -87,7 +85,8 @@ def test_the_colocated_oracle(smollm2, cases, block_size, chunk_tokens):
 
 @pytest.mark.parametrize("architecture", TINY_MODELS)
 def test_each_architecture(architecture, tmp_path):
-    """Tokens other than printable ASCII characters are suppressed on both sides, so that equal text is equal tokens."""
+    """Blocks of 32 on prefill, 16 on decode. Tokens other than printable ASCII characters are suppressed on both sides,
+    so that equal text is equal tokens."""
     folder = save_tiny_model(architecture, tmp_path / "model")
     model = ReferenceModel(folder)
     suppressed = [token_id for token_id in range(VOCAB_SIZE) if not is_one_character(model, token_id)]

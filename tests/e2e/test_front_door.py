@@ -130,8 +130,8 @@ def test_request_ids_are_echoed_and_never_name_a_request(http):
     "prompt", ["Emoji only: 🙂🙃🌧️☀️ 🙂🙃🌧️☀️ 🙂🙃", "春天来了，花园里的", "Η θάλασσα ήταν ήρεμη και το"]
 )
 def test_characters_of_many_tokens_arrive_whole(http, prompt):
-    streamed = stream(http, prompt, max_tokens=40, ignore_eos=True)
-    whole = complete(http, prompt, max_tokens=40, ignore_eos=True)
+    streamed = stream(http, prompt, max_tokens=24, ignore_eos=True)
+    whole = complete(http, prompt, max_tokens=24, ignore_eos=True)
     assert streamed.text == whole.text
     assert streamed.usage == whole.usage
     assert not any("\ufffd" in piece for piece in streamed.pieces[:-1])
@@ -183,3 +183,22 @@ def test_what_is_tokenised_comes_back(http):
     tokens = http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
     assert tokens["count"] == len(tokens["tokens"]) > 5
     assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json()["prompt"] == text
+
+
+# --- metrics -----------------------------------------------------------------------------------------
+
+PHASES = ("dispatch", "queue", "prefill", "kv_reserve", "kv_start", "kv_transfer", "batch_wait", "decode", "delivery")
+
+
+def test_the_phases_of_a_request_add_up_to_what_the_gateway_saw(cluster, http):
+    def readings():
+        names = [f"request_{phase}_time_seconds" for phase in PHASES]
+        return [cluster.gauge(f"{name}_sum") for name in [*names, "e2e_request_latency_seconds"]]
+
+    before = readings()
+    complete(http, "The lighthouse keeper had not spoken", max_tokens=12, ignore_eos=True)
+    *phases, e2e = [after - earlier for after, earlier in zip(readings(), before, strict=True)]
+    assert min(phases) >= 0.0
+    assert phases[PHASES.index("prefill")] > 0.0
+    assert phases[PHASES.index("decode")] > 0.0
+    assert sum(phases) == pytest.approx(e2e, abs=0.05)  # what lies between is the last token's text

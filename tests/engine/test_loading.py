@@ -9,11 +9,13 @@ import torch
 from engine.errors import CapacityError, DeviceError, ModelError
 from engine.kv_cache import GIB, bytes_per_block
 from engine.loading import (
+    CUDA_OVERHEAD,
     PoolSettings,
     allocate_kv_cache,
     blocks_in,
     gpu_kv_budget,
     load,
+    measure_gpu_budget,
     profile_step,
     read_eos_token_ids,
     resolve_max_model_len,
@@ -122,9 +124,80 @@ def test_a_budget_too_small_for_one_request_says_how_much_is_needed():
         blocks_in(-5, LAYOUT, max_model_len=1)
 
 
-def test_what_is_left_of_a_gpu():
-    assert gpu_kv_budget(1000, 0.9, peak=300, outside_torch=50) == 550
-    assert gpu_kv_budget(1000, 0.2, peak=300, outside_torch=50) == -150
+# --- a GPU's memory ----------------------------------------------------------------------------------
+
+
+class FakeGpu:
+    """A GPU's memory and the processes on it, in place of what torch.cuda says."""
+
+    TOTAL = 80 * GIB
+
+    def __init__(self, monkeypatch) -> None:
+        self.held: dict[str, int] = {}
+        for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (self.free, self.TOTAL))
+
+    @property
+    def free(self) -> int:
+        return self.TOTAL - sum(self.held.values())
+
+
+class Sharer:
+    """One worker that loads weights, measures its budget and takes it."""
+
+    CONTEXT, WEIGHTS, ACTIVATIONS = CUDA_OVERHEAD, 10 * GIB, 2 * GIB
+
+    def __init__(self, gpu: FakeGpu, name: str, utilization: float) -> None:
+        self.gpu = gpu
+        self.name = name
+        self.utilization = utilization
+
+    def load(self) -> None:
+        self.gpu.held[self.name] = self.CONTEXT + self.WEIGHTS
+
+    def allocate_kv(self, monkeypatch) -> int:
+        """Bytes of its KV pool, which it takes with its activations."""
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: self.WEIGHTS)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: self.WEIGHTS + self.ACTIVATIONS)
+        budget = measure_gpu_budget(torch.device("cuda"), self.utilization, lambda: None)
+        self.gpu.held[self.name] += budget + self.ACTIVATIONS
+        return budget
+
+
+ONE_AFTER_THE_OTHER = ("load 0", "kv 0", "load 1", "kv 1")
+THE_OTHER_FIRST = ("load 1", "kv 1", "load 0", "kv 0")
+AT_ONCE = ("load 0", "load 1", "kv 0", "kv 1")
+CROSSED = ("load 0", "load 1", "kv 1", "kv 0")
+
+
+@pytest.mark.parametrize("order", [ONE_AFTER_THE_OTHER, THE_OTHER_FIRST, AT_ONCE, CROSSED])
+def test_two_workers_that_share_a_gpu_get_the_same_whatever_their_order(order, monkeypatch):
+    gpu = FakeGpu(monkeypatch)
+    sharers = [Sharer(gpu, f"worker-{index}", 0.45) for index in range(2)]
+    pools = {}
+    for what, index in (event.split() for event in order):
+        if what == "load":
+            sharers[int(index)].load()
+        else:
+            pools[index] = sharers[int(index)].allocate_kv(monkeypatch)
+    assert pools == {"0": int(23.5 * GIB), "1": int(23.5 * GIB)}  # 36 - 0.5 - 10 - 2
+    assert gpu.free == FakeGpu.TOTAL - 2 * 36 * GIB
+
+
+def test_a_share_that_is_not_free_is_refused_with_the_numbers(monkeypatch):
+    gpu = FakeGpu(monkeypatch)
+    gpu.held["somebody else"] = 40 * GIB
+    worker = Sharer(gpu, "worker", 0.9)
+    worker.load()
+    with pytest.raises(CapacityError, match=r"0\.9 of 80\.0 GiB leaves 61\.5 GiB to take, but only 29\.5 GiB are free"):
+        worker.allocate_kv(monkeypatch)
+    gpu.held["somebody else"] = 8 * GIB
+    assert worker.allocate_kv(monkeypatch) == int(59.5 * GIB)
+
+
+def test_weights_beyond_the_share_leave_less_than_nothing():
+    assert gpu_kv_budget(10 * GIB, 0.5, peak=5 * GIB) == -CUDA_OVERHEAD
 
 
 @pytest.mark.parametrize(
@@ -149,7 +222,7 @@ def test_the_profiling_step_is_a_full_one(budget_tokens, num_seqs, expected_rows
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_pool_of_a_gpu_stays_within_its_share(tiny_checkpoint):
     loaded = load(tiny_checkpoint("llama2"), dtype="float32", device="cuda", kernels="auto")
-    free, total = torch.cuda.mem_get_info()
-    share = (total - free + 2 * GIB) / total
+    _, total = torch.cuda.mem_get_info()
+    share = 2 * GIB / total
     cache = allocate_kv_cache(loaded, pool_settings(gpu_memory_utilization=share), argmax)
     assert GIB < cache.num_bytes <= 2 * GIB

@@ -4,25 +4,31 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+import msgspec
+
 from gateway.backend import BackendError, TokenDelta
 from gateway.cluster import Cluster, ClusterSettings
 from gateway.dispatch import Dispatcher, DispatchSettings
 from gateway.observer import RequestOutcome
 from kvtransfer.messages import (
+    Cancel,
+    DecodeRequest,
     EndReason,
     Fingerprint,
+    GatewayBeat,
     Heartbeat,
     Hello,
     KvLayout,
-    LifetimeEvent,
     Limits,
     Load,
+    PrefillRequest,
     RequestEnd,
     RequestOutput,
     RequestSpec,
     Role,
     SamplingParams,
     StepOutput,
+    Welcome,
 )
 
 EPOCH = "epoch-1"
@@ -48,9 +54,18 @@ def hello(worker_id: str = "prefill-0", generation: str = "g1", **changes) -> He
 
 
 def beat(
-    generation: str = "g1", progress: int = 1, running: int = 0, waiting: int = 0, usage: float = 0.0
+    generation: str = "g1",
+    progress: int = 1,
+    running: int = 0,
+    waiting: int = 0,
+    usage: float = 0.0,
+    sequence: int = 0,
 ) -> Heartbeat:
-    return Heartbeat(generation, progress, Load(num_running=running, num_waiting=waiting, kv_usage=usage))
+    return Heartbeat(generation, sequence, progress, Load(num_running=running, num_waiting=waiting, kv_usage=usage))
+
+
+def step(*outputs: RequestOutput, generation: str = "g1", sequence: int = 1) -> StepOutput:
+    return StepOutput(generation, sequence, outputs)
 
 
 def sampling(max_tokens: int = 8, **changes) -> SamplingParams:
@@ -66,12 +81,16 @@ class Clock:
 
 
 class FakeControl:
-    """In place of the ROUTER: an inbox to speak into, and a list of what was sent. Both can be made to fail."""
+    """In place of the ROUTER: an inbox to speak into, and a list of what was sent. Both can be made to fail.
+
+    What has a number must have the right one; it is kept without.
+    """
 
     def __init__(self) -> None:
         self.inbox: asyncio.Queue = asyncio.Queue()
         self.sent: list = []
         self.unreachable: set[str] = set()
+        self.num_sent: dict[str, int] = {}  # since Welcome
 
     async def receive(self):
         item = await self.inbox.get()
@@ -82,8 +101,19 @@ class FakeControl:
     def send(self, worker_id, message) -> bool:
         if worker_id in self.unreachable:
             return False
-        self.sent.append((worker_id, message))
+        self.sent.append((worker_id, self._without_number(worker_id, message)))
         return True
+
+    def _without_number(self, worker_id, message):
+        if isinstance(message, Welcome):
+            self.num_sent[worker_id] = 0
+        if isinstance(message, GatewayBeat):
+            assert message.sequence == self.num_sent[worker_id]
+        if not isinstance(message, PrefillRequest | DecodeRequest | Cancel):
+            return message
+        self.num_sent[worker_id] += 1
+        assert message.sequence == self.num_sent[worker_id]
+        return msgspec.structs.replace(message, sequence=0)
 
     def to(self, worker_id: str, kind: type) -> list:
         """What was sent to a worker, of one kind."""
@@ -94,31 +124,25 @@ class Recorder:
     """Keeps what a metrics observer is told."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[Role, dict[LifetimeEvent, float]]] = []
         self.outcomes: list[RequestOutcome] = []
-        self.worker_ids: list[tuple[str, ...]] = []
-
-    def on_events(self, role, events) -> None:
-        self.events.append((role, dict(events)))
 
     def on_request_end(self, outcome) -> None:
         self.outcomes.append(outcome)
-
-    def on_worker_change(self, workers) -> None:
-        self.worker_ids.append(tuple(worker.worker_id for worker in workers))
 
 
 class Client:
     """Consumes one `generate`; reads only while `reading` is set."""
 
-    def __init__(self, dispatcher: Dispatcher, prompt: tuple[int, ...], params: SamplingParams) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, prompt: tuple[int, ...], params: SamplingParams, arrived_at: float
+    ) -> None:
         self.tokens: list[int] = []
         self.deltas: list[TokenDelta] = []
         self.finish: EndReason | None = None
         self.error: BackendError | None = None
         self.reading = asyncio.Event()
         self.reading.set()
-        self._stream = dispatcher.generate(prompt, params)
+        self._stream = dispatcher.generate(prompt, params, arrived_at=arrived_at)
         self.task = asyncio.get_running_loop().create_task(self._consume())
 
     async def _consume(self) -> None:
@@ -149,6 +173,7 @@ class World:
         self.recorder = Recorder()
         self.cluster = Cluster(EPOCH, cluster)
         self.dispatcher = Dispatcher(self.cluster, settings, self.recorder, self.clock)
+        self.said: dict[str, tuple[str, int]] = {}  # worker id to generation and number of its last StepOutput
 
     async def join(self, *worker_ids: str, generation: str = "g1") -> None:
         for worker_id in worker_ids:
@@ -156,15 +181,29 @@ class World:
             await self.hear(worker_id, beat(generation))
 
     async def hear(self, worker_id: str, message) -> None:
-        self.control.inbox.put_nowait((worker_id, message))
+        """A worker that counts right speaks."""
+        self.control.inbox.put_nowait((worker_id, self._numbered(worker_id, message)))
         await self.settle()
+
+    def _numbered(self, worker_id: str, message):
+        if isinstance(message, Hello):
+            self.said[worker_id] = (message.generation, 0)
+        if not isinstance(message, Heartbeat | StepOutput):
+            return message
+        generation, number = self.said[worker_id]
+        if generation != message.generation:
+            return message
+        number += isinstance(message, StepOutput)
+        self.said[worker_id] = (generation, number)
+        return msgspec.structs.replace(message, sequence=number)
 
     async def settle(self) -> None:
         for _ in range(6):
             await asyncio.sleep(0)
 
     async def ask(self, prompt=(1, 2, 3), max_tokens: int = 8, **changes) -> Client:
-        client = Client(self.dispatcher, tuple(prompt), sampling(max_tokens, **changes))
+        params = sampling(max_tokens, **changes)
+        client = Client(self.dispatcher, tuple(prompt), params, self.clock.now)
         await self.settle()
         return client
 
@@ -176,7 +215,7 @@ class World:
         """A worker's StepOutput with one output."""
         ending = None if end is None else RequestEnd(end, message)
         output = RequestOutput(spec.request_id, spec.attempt, start, tuple(tokens), ending, events or {})
-        await self.hear(worker_id, StepOutput(generation, (output,)))
+        await self.hear(worker_id, step(output, generation=generation))
 
     async def pass_time(self, seconds: float, alive: dict[str, str] | None = None) -> None:
         """Moves the clock in small steps, each with a tick; workers in `alive` (id: generation) beat meanwhile."""

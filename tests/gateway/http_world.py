@@ -85,6 +85,7 @@ class ScriptedBackend:
     max_model_len: int = 100
     reasons: tuple[str, ...] = ()
     calls: list[tuple[tuple[int, ...], SamplingParams]] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
     num_open: int = 0
     num_cut: int = 0
 
@@ -93,10 +94,11 @@ class ScriptedBackend:
         return ClusterStatus(ready, self.reasons, self.max_model_len if ready else None)
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, arrived_at: float
     ) -> AsyncGenerator[TokenDelta, None]:
         prompt = tuple(prompt_token_ids)
         self.calls.append((prompt, sampling))
+        self.arrivals.append(arrived_at)
         self.num_open += 1
         is_whole = False
         try:

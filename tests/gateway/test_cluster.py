@@ -6,17 +6,18 @@ import pytest
 from gateway.cluster import Cluster, ClusterSettings
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.messages import (
+    Cancel,
+    GatewayBeat,
     Goodbye,
     Refused,
     Reintroduce,
     RequestOutput,
     Role,
-    StepOutput,
     Welcome,
     decode_from_gateway,
     encode,
 )
-from tests.gateway.cluster_world import EPOCH, FINGERPRINT, LAYOUT, LIMITS, beat, hello
+from tests.gateway.cluster_world import EPOCH, FINGERPRINT, LAYOUT, LIMITS, beat, hello, step
 
 BOTH = ("prefill-0", "decode-0")
 
@@ -24,7 +25,7 @@ BOTH = ("prefill-0", "decode-0")
 def make(*worker_ids: str, **settings) -> Cluster:
     cluster = Cluster(EPOCH, ClusterSettings(**settings))
     for worker_id in worker_ids:
-        assert cluster.receive(worker_id, hello(worker_id), 0.0).reply == Welcome(EPOCH)
+        assert cluster.receive(worker_id, hello(worker_id), 0.0).reply == Welcome(EPOCH, 1)
         cluster.receive(worker_id, beat(), 0.0)
     return cluster
 
@@ -43,7 +44,7 @@ def changed(part, **changes):
 def test_a_worker_that_fits_is_welcomed_and_live():
     cluster = make()
     reaction = cluster.receive("decode-0", hello("decode-0"), 1.0)
-    assert reaction.reply == Welcome(EPOCH)
+    assert reaction.reply == Welcome(EPOCH, 1)
     assert reaction.joined is not None
     assert live(cluster) == [("decode-0", "g1")]
     assert cluster.is_live("decode-0", "g1")
@@ -97,7 +98,7 @@ def test_a_refusal_decodes_however_long_the_values_are():
 def test_block_size_and_limits_may_differ():
     cluster = make("decode-0")
     other = hello("prefill-0", layout=changed(LAYOUT, block_size=32), limits=changed(LIMITS, max_model_len=500))
-    assert cluster.receive("prefill-0", other, 1.0).reply == Welcome(EPOCH)
+    assert cluster.receive("prefill-0", other, 1.0).reply == Welcome(EPOCH, 1)
     assert cluster.status(1.0).max_model_len == 500
 
 
@@ -114,7 +115,7 @@ def test_the_model_may_change_once_the_last_worker_has_gone():
     other = hello("prefill-0", fingerprint=changed(FINGERPRINT, weights="w1"))
     assert isinstance(cluster.receive("prefill-0", other, 1.0).reply, Refused)
     cluster.receive("decode-0", Goodbye("g1", "bye"), 1.0)
-    assert cluster.receive("prefill-0", other, 1.0).reply == Welcome(EPOCH)
+    assert cluster.receive("prefill-0", other, 1.0).reply == Welcome(EPOCH, 1)
 
 
 def test_the_registry_is_bounded():
@@ -130,7 +131,7 @@ def test_the_registry_is_bounded():
 def test_a_newer_generation_replaces_the_older_one():
     cluster = make(*BOTH)
     reaction = cluster.receive("decode-0", hello("decode-0", "g2"), 1.0)
-    assert reaction.reply == Welcome(EPOCH)
+    assert reaction.reply == Welcome(EPOCH, 1)
     assert reaction.departed is not None
     assert reaction.departed.worker.generation == "g1"
     assert live(cluster) == [("decode-0", "g2"), ("prefill-0", "g1")]
@@ -149,25 +150,25 @@ def test_a_replaced_generation_never_comes_back():
 def test_a_lone_worker_may_come_back_with_another_model():
     cluster = make("decode-0")
     other = hello("decode-0", "g2", fingerprint=changed(FINGERPRINT, weights="w1"))
-    assert cluster.receive("decode-0", other, 1.0).reply == Welcome(EPOCH)
+    assert cluster.receive("decode-0", other, 1.0).reply == Welcome(EPOCH, 1)
 
 
 def test_a_hello_said_again_before_the_welcome_came_through_changes_nothing():
     cluster = make()
     cluster.receive("decode-0", hello("decode-0"), 1.0)
     reaction = cluster.receive("decode-0", hello("decode-0"), 1.5)
-    assert (reaction.reply, reaction.departed, reaction.joined) == (Welcome(EPOCH), None, None)
+    assert (reaction.reply, reaction.departed, reaction.joined) == (Welcome(EPOCH, 1), None, None)
 
 
-def test_a_hello_after_a_heartbeat_means_that_the_worker_dropped_our_requests():
+def test_another_introduction_means_that_the_worker_dropped_our_requests():
     cluster = make("decode-0")
-    reaction = cluster.receive("decode-0", hello("decode-0"), 1.5)
-    assert reaction.reply == Welcome(EPOCH)
+    reaction = cluster.receive("decode-0", hello("decode-0", introduction=2), 1.5)
+    assert reaction.reply == Welcome(EPOCH, 2)
     assert reaction.departed is not None
     assert live(cluster) == [("decode-0", "g1")]
 
 
-@pytest.mark.parametrize("message", [beat(), StepOutput("g1", ()), Goodbye("g1", "bye")])
+@pytest.mark.parametrize("message", [beat(), step(), Goodbye("g1", "bye")])
 def test_strangers_are_asked_to_introduce_themselves(message):
     reaction = make().receive("decode-0", message, 1.0)
     assert reaction.reply == Reintroduce(EPOCH)
@@ -177,8 +178,8 @@ def test_strangers_are_asked_to_introduce_themselves(message):
 def test_outputs_of_another_generation_are_not_taken():
     cluster = make("decode-0")
     output = RequestOutput("r", 0, 0, (1,))
-    assert cluster.receive("decode-0", StepOutput("g0", (output,)), 1.0).outputs == ()
-    assert cluster.receive("decode-0", StepOutput("g1", (output,)), 1.0).outputs == (output,)
+    assert cluster.receive("decode-0", step(output, generation="g0"), 1.0).outputs == ()
+    assert cluster.receive("decode-0", step(output), 1.0).outputs == (output,)
 
 
 def test_goodbye_ends_it_at_once_and_for_good():
@@ -189,7 +190,7 @@ def test_goodbye_ends_it_at_once_and_for_good():
     assert live(cluster) == []
     assert cluster.receive("decode-0", beat(), 1.1).reply is None  # it drains; don't call it back
     assert isinstance(cluster.receive("decode-0", hello("decode-0"), 1.2).reply, Refused)
-    assert cluster.receive("decode-0", hello("decode-0", "g2"), 1.3).reply == Welcome(EPOCH)
+    assert cluster.receive("decode-0", hello("decode-0", "g2"), 1.3).reply == Welcome(EPOCH, 1)
 
 
 def test_the_memory_of_past_generations_is_bounded():
@@ -209,6 +210,61 @@ def test_a_malformed_message_costs_its_sender_its_place_and_nobody_else_anything
     assert isinstance(cluster.receive("nobody", MessageError("bad"), 1.0).reply, Refused)
     assert cluster.num_malformed == 2
     assert live(cluster) == [("prefill-0", "g1")]
+
+
+# --- lost messages -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "after_two",
+    [step(sequence=2), step(sequence=4), step(sequence=1), beat(sequence=3), beat(sequence=1), beat(sequence=0)],
+)
+def test_a_missing_or_repeated_number_costs_the_worker_its_place_until_it_comes_anew(after_two):
+    cluster = make(*BOTH)
+    for message in (beat(sequence=0), step(sequence=1), beat(sequence=1), step(sequence=2), beat(sequence=2)):
+        assert cluster.receive("decode-0", message, 1.0).departed is None
+    reaction = cluster.receive("decode-0", after_two, 1.1)
+    assert reaction.reply == Reintroduce(EPOCH)
+    assert reaction.departed is not None
+    assert reaction.departed.reason == "messages were lost"
+    assert reaction.outputs == ()
+    assert live(cluster) == [("prefill-0", "g1")]
+    assert cluster.receive("decode-0", step(sequence=3), 1.2).reply == Reintroduce(EPOCH)  # was on its way
+    assert cluster.receive("decode-0", hello("decode-0", introduction=2), 1.3).reply == Welcome(EPOCH, 2)
+    assert cluster.receive("decode-0", step(sequence=1), 1.4).departed is None
+
+
+def test_numbers_of_another_generation_do_not_count():
+    cluster = make("decode-0")
+    assert cluster.receive("decode-0", step(generation="g0", sequence=9), 1.0).departed is None
+    assert cluster.receive("decode-0", step(sequence=1), 1.0).departed is None
+
+
+def send(cluster: Cluster, worker_id: str = "decode-0") -> int:
+    message = cluster.numbered(worker_id, Cancel("r", 0))
+    assert message is not None
+    cluster.note_sent(worker_id)
+    return message.sequence
+
+
+def test_what_is_sent_is_numbered_for_each_worker_and_beats_name_the_last():
+    cluster = make(*BOTH)
+    assert [send(cluster), send(cluster), send(cluster, "prefill-0")] == [1, 2, 1]
+    assert cluster.numbered("decode-0", Cancel("r", 0)) == Cancel("r", 0, 3)  # what isn't sent takes no number
+    assert cluster.beat_to("decode-0") == GatewayBeat(EPOCH, 2)
+    assert cluster.beat_to("prefill-0") == GatewayBeat(EPOCH, 1)
+    assert cluster.numbered("nobody", Cancel("r", 0)) is None
+
+
+def test_numbers_go_on_over_a_repeated_hello_and_begin_anew_with_another_introduction():
+    cluster = make()
+    cluster.receive("decode-0", hello("decode-0"), 0.0)
+    assert send(cluster) == 1
+    cluster.receive("decode-0", hello("decode-0"), 0.1)
+    assert send(cluster) == 2
+    cluster.receive("decode-0", hello("decode-0", introduction=2), 0.2)
+    assert cluster.beat_to("decode-0") == GatewayBeat(EPOCH, 0)
+    assert send(cluster) == 1
 
 
 # --- time --------------------------------------------------------------------------------------------
@@ -241,7 +297,7 @@ def test_step_outputs_are_a_sign_of_life():
     cluster = make("decode-0")
     cluster.tick(0.0)
     assert ticks(cluster, 0.0, 1.75) == []
-    cluster.receive("decode-0", StepOutput("g1", ()), 1.75)
+    cluster.receive("decode-0", step(), 1.75)
     assert ticks(cluster, 1.75, 3.5) == []
     assert ticks(cluster, 3.5, 4.0) == [(3.75, ["decode-0"])]
 
@@ -288,7 +344,7 @@ def test_a_busy_worker_without_progress_gets_nothing_and_health_says_so():
     assert cluster.capable(Role.DECODE, 61.0) == ()
     status = cluster.status(61.0)
     assert not status.ready
-    assert status.reasons == ("decode worker decode-0 has stalled for 61 s",)
+    assert status.reasons == ("no decode worker can take requests",)
     assert status.max_model_len is None
 
 
@@ -327,7 +383,7 @@ def test_a_draining_worker_gets_nothing_new_and_keeps_what_it_has():
     assert cluster.receive("decode-0", draining, 1.0).departed is None
     assert cluster.capable(Role.DECODE, 1.0) == ()
     assert cluster.is_live("decode-0", "g1")
-    assert cluster.status(1.0).reasons == ("decode worker decode-0 is shutting down",)
+    assert cluster.status(1.0).reasons == ("no decode worker can take requests",)
 
 
 # --- status ------------------------------------------------------------------------------------------
@@ -336,9 +392,9 @@ def test_a_draining_worker_gets_nothing_new_and_keeps_what_it_has():
 @pytest.mark.parametrize(
     ("worker_ids", "reasons"),
     [
-        ((), ("no prefill worker", "no decode worker")),
-        (("prefill-0",), ("no decode worker",)),
-        (("decode-0",), ("no prefill worker",)),
+        ((), ("no prefill worker can take requests", "no decode worker can take requests")),
+        (("prefill-0",), ("no decode worker can take requests",)),
+        (("decode-0",), ("no prefill worker can take requests",)),
         (BOTH, ()),
     ],
 )

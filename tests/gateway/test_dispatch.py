@@ -7,7 +7,13 @@ import gc
 import msgspec
 import pytest
 
-from gateway.backend import InvalidRequestError, OverloadedError, RequestFailedError, UnavailableError
+from gateway.backend import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestFailedError,
+    UnavailableError,
+)
 from gateway.cluster import ClusterSettings
 from gateway.dispatch import DispatchSettings
 from gateway.merge import InconsistentOutputError
@@ -23,12 +29,13 @@ from kvtransfer.messages import (
     LifetimeEvent,
     PrefillRequest,
     Refused,
+    Reintroduce,
     RequestOutput,
-    StepOutput,
     decode_from_gateway,
     encode,
 )
-from tests.gateway.cluster_world import EPOCH, LIMITS, World, beat, hello, sampling, world
+from tests.gateway.cluster_world import EPOCH, LIMITS, Client, World, beat, hello, sampling, step, world
+from tests.gateway.test_phases import DECODE_READINGS, PREFILL_READINGS
 
 BOTH = ("prefill-0", "decode-0")
 LIVE = {"prefill-0": "g1", "decode-0": "g1"}
@@ -136,7 +143,7 @@ async def test_many_requests_in_one_step_output_do_not_mix():
         clients = [await it.ask(prompt=(number + 1,), max_tokens=2) for number in range(8)]
         specs = [message.request for message in it.control.to("prefill-0", PrefillRequest)]
         firsts = tuple(RequestOutput(spec.request_id, 0, 0, (spec.prompt_token_ids[0] + 10,)) for spec in specs)
-        await it.hear("prefill-0", StepOutput("g1", firsts))
+        await it.hear("prefill-0", step(*firsts))
         for spec in reversed(specs):
             await it.say("decode-0", spec, 1, [spec.prompt_token_ids[0] + 20], EndReason.LENGTH)
         assert [client.tokens for client in clients] == [[number + 11, number + 21] for number in range(8)]
@@ -178,13 +185,13 @@ async def test_the_longest_request_that_fits_is_taken():
 
 
 @in_loop
-async def test_a_prompt_larger_than_the_kv_pool_is_the_clients_error():
+async def test_a_worker_whose_pool_is_smaller_than_a_request_is_refused():
     async with world("prefill-0") as it:
-        tiny = msgspec.structs.replace(LIMITS, kv_tokens=20)
+        tiny = msgspec.structs.replace(LIMITS, kv_tokens=999)
         await it.hear("decode-0", hello("decode-0", limits=tiny))
-        client = await it.ask(prompt=(1,) * 20)
-        assert isinstance(client.error, InvalidRequestError)
-        assert "20 tokens" in str(client.error)
+        assert it.control.to("decode-0", Refused) == [
+            Refused("its KV pool holds 999 tokens, less than one request of 1000")
+        ]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +212,7 @@ async def test_a_stalled_worker_gets_no_new_requests():
         await it.pass_time(6, {"prefill-0": "g1"})
         client = await it.ask()
         assert isinstance(client.error, UnavailableError)
-        assert str(client.error) == "decode worker decode-0 has stalled for 6 s"
+        assert str(client.error) == "no decode worker can take requests"
 
 
 @in_loop
@@ -343,7 +350,7 @@ async def test_an_end_that_does_not_match_the_tokens_fails_the_request(says):
 
 
 @pytest.mark.parametrize("lost", BOTH)
-@pytest.mark.parametrize("how", ["silence", "goodbye", "new generation", "malformed", "gave us up"])
+@pytest.mark.parametrize("how", ["silence", "goodbye", "new generation", "malformed", "gave us up", "lost message"])
 @in_loop
 async def test_a_lost_worker_fails_its_requests_at_once(lost, how):
     async with world(*BOTH) as it:
@@ -351,12 +358,16 @@ async def test_a_lost_worker_fails_its_requests_at_once(lost, how):
         client, _ = await started(it)
         if how == "silence":
             await it.pass_time(2.5, {other: "g1"})
+        elif how == "lost message":
+            it.control.inbox.put_nowait((lost, step(sequence=2)))
+            await it.settle()
+            assert it.control.to(lost, Reintroduce) == [Reintroduce(EPOCH)]
         else:
             message = {
                 "goodbye": Goodbye("g1", "bye"),
                 "new generation": hello(lost, "g2"),
                 "malformed": MessageError("bad"),
-                "gave us up": hello(lost),
+                "gave us up": hello(lost, introduction=2),
             }[how]
             await it.hear(lost, message)
         assert type(client.error) is RequestFailedError
@@ -438,7 +449,7 @@ async def test_a_client_that_leaves_cancels_on_both_workers(first_token):
 @in_loop
 async def test_an_iterator_that_is_dropped_cancels_too():
     async with world(*BOTH) as it:
-        stream = it.dispatcher.generate((1, 2), sampling())
+        stream = it.dispatcher.generate((1, 2), sampling(), arrived_at=100.0)
         waiting = asyncio.ensure_future(anext(stream))
         await it.settle()
         await it.say("prefill-0", it.spec("prefill-0", PrefillRequest), 0, [10])
@@ -490,6 +501,7 @@ async def test_a_request_without_a_first_token_is_given_up_early():
         await it.pass_time(4.5, LIVE)
         assert client.error is None
         await it.pass_time(0.5, LIVE)
+        assert isinstance(client.error, DeadlineExceededError)
         assert str(client.error) == "no token came within the time this server allows"
         assert (cancels(it, "prefill-0"), cancels(it, "decode-0")) == (1, 1)
         it.assert_empty()
@@ -503,6 +515,7 @@ async def test_a_request_is_given_up_at_its_deadline():
         await it.pass_time(8.5, LIVE)
         assert client.error is None
         await it.pass_time(0.5, LIVE)
+        assert isinstance(client.error, DeadlineExceededError)
         assert str(client.error) == "the request took longer than this server allows"
         it.assert_empty()
 
@@ -514,7 +527,7 @@ async def test_workers_get_beats():
         await it.pass_time(2.0, LIVE)
         beats = it.control.to("decode-0", GatewayBeat)
         assert len(beats) - before == 4
-        assert set(beats) == {GatewayBeat(EPOCH)}
+        assert set(beats) == {GatewayBeat(EPOCH, 0)}
 
 
 # --- late words --------------------------------------------------------------------------------------
@@ -542,7 +555,7 @@ async def test_late_outputs_are_counted_and_answered_with_one_cancel_a_tick():
 async def test_cancels_for_late_outputs_are_bounded():
     async with world(*BOTH) as it:
         outputs = tuple(RequestOutput(f"r{number}", 0, 0, (1,)) for number in range(1000))
-        await it.hear("decode-0", StepOutput("g1", outputs))
+        await it.hear("decode-0", step(*outputs))
         assert cancels(it, "decode-0") == 256
         assert it.dispatcher.num_late_outputs == 1000
 
@@ -552,7 +565,7 @@ async def test_another_attempt_or_another_worker_does_not_reach_the_request():
     async with world(*BOTH, "decode-1") as it:
         client, spec = await started(it)
         other_attempt = RequestOutput(spec.request_id, 1, 0, (66,))
-        await it.hear("prefill-0", StepOutput("g1", (other_attempt,)))
+        await it.hear("prefill-0", step(other_attempt))
         await it.say("decode-1", spec, 0, [66])
         assert client.tokens == []
         assert it.control.to("decode-1", Cancel) == [Cancel(spec.request_id, 0)]
@@ -623,7 +636,7 @@ async def test_a_backlog_does_not_starve_consumers():
         await it.say("prefill-0", spec, 0, [1])
         for index in range(1, 800):
             output = RequestOutput(spec.request_id, 0, index, (1,))
-            it.control.inbox.put_nowait(("decode-0", StepOutput("g1", (output,))))
+            it.control.inbox.put_nowait(("decode-0", step(output, sequence=index)))
         for _ in range(100):
             await asyncio.sleep(0)
         assert 20 < len(client.tokens) < 800  # read while the backlog is being worked off
@@ -633,40 +646,37 @@ async def test_a_backlog_does_not_starve_consumers():
 
 
 @in_loop
-async def test_the_observer_hears_readings_outcome_and_workers():
+async def test_the_observer_hears_where_the_time_went():
     async with world(*BOTH) as it:
-        client, spec = await started(it, prompt=(1, 2, 3), max_tokens=2)
-        received, scheduled, first = LifetimeEvent.RECEIVED, LifetimeEvent.SCHEDULED, LifetimeEvent.FIRST_TOKEN
-        running, ended = LifetimeEvent.RUNNING, LifetimeEvent.ENDED
+        client = Client(it.dispatcher, (1, 2, 3), sampling(2), arrived_at=it.clock.now - 0.5)
+        await it.settle()
+        spec = it.spec("prefill-0", PrefillRequest)
         it.clock.now += 1.5
-        early = {received: 0.0, scheduled: 0.25, first: 1.0}
-        await it.say("prefill-0", spec, 0, [10], events=early)
-        await it.say("prefill-0", spec, 1, end=EndReason.HANDED_OVER, events=early | {ended: 1.75})
+        await it.say("prefill-0", spec, 0, [10], events=PREFILL_READINGS)
+        await it.say("prefill-0", spec, 1, end=EndReason.HANDED_OVER, events={LifetimeEvent.ENDED: 1.75})
         it.clock.now += 1.0
-        await it.say("decode-0", spec, 1, [11], EndReason.LENGTH, events={running: 1.5, ended: 2.25})
-        assert [set(events) for _, events in it.recorder.events] == [set(early), {ended}, {running, ended}]
-        [outcome] = it.recorder.outcomes
-        assert (outcome.num_prompt_tokens, outcome.num_output_tokens) == (3, 2)
-        assert (outcome.finish, outcome.error) == (EndReason.LENGTH, None)
-        assert (outcome.first_token_s, outcome.total_s) == (1.5, 2.5)
-        phases = outcome.phases
-        assert (phases.queue_s, phases.prefill_s, phases.handover_s, phases.decode_s) == (0.25, 0.75, 0.5, 0.75)
-        assert it.recorder.worker_ids == [("prefill-0",), ("decode-0", "prefill-0")]
-        await it.hear("prefill-0", Goodbye("g1", "bye"))
-        assert it.recorder.worker_ids[-1] == ("decode-0",)
+        await it.say("decode-0", spec, 1, [11], EndReason.LENGTH, events=DECODE_READINGS)
         assert client.finish is EndReason.LENGTH
+        [outcome] = it.recorder.outcomes
+        assert (outcome.request_id, outcome.finish, outcome.error) == (spec.request_id, EndReason.LENGTH, None)
+        assert outcome.phases == Phases.of(0.5, 3.0, PREFILL_READINGS, DECODE_READINGS, is_finished=True)
+        assert outcome.phases.delivery_s == 0.25  # 3.0 - 0.5 - decode's 2.25
 
 
-def test_a_hand_over_between_two_clocks_is_never_negative():
-    phases = Phases.of({LifetimeEvent.FIRST_TOKEN: 1.0}, {LifetimeEvent.RUNNING: 0.75})
-    assert phases == Phases(queue_s=None, prefill_s=None, handover_s=0.0, decode_s=None)
+@in_loop
+async def test_the_observer_hears_of_a_request_that_is_cut():
+    async with world(*BOTH) as it:
+        client, spec = await started(it)
+        it.clock.now += 1.5
+        await it.say("prefill-0", spec, 0, [10], events=PREFILL_READINGS)
+        await client.leave()
+        assert it.recorder.outcomes[0].phases == Phases(dispatch_s=0.0, queue_s=0.25, prefill_s=0.75)
 
 
 @in_loop
 async def test_a_broken_observer_costs_nobody_a_request(monkeypatch):
     async with world(*BOTH) as it:
-        for hook in ("on_events", "on_request_end", "on_worker_change"):
-            monkeypatch.setattr(it.recorder, hook, lambda *_: 1 // 0)
+        monkeypatch.setattr(it.recorder, "on_request_end", lambda *_: 1 // 0)
         client, spec = await started(it)
         await it.join("decode-1")
         await it.say("prefill-0", spec, 0, [10], EndReason.STOP, events={LifetimeEvent.RECEIVED: 0.0})
@@ -678,3 +688,21 @@ async def test_a_broken_observer_costs_nobody_a_request(monkeypatch):
 def test_settings_are_checked(name):
     with pytest.raises(SettingsError, match=name):
         DispatchSettings(**{name: 0})
+
+
+# --- the log -----------------------------------------------------------------------------------------
+
+
+@in_loop
+async def test_refusals_and_garbage_are_one_line_a_sender(caplog):
+    async with world(*BOTH) as it:
+        for _ in range(20):
+            await it.hear("stranger", MessageError("bad"))
+            await it.hear("prefill-9", hello("prefill-9", protocol=2))
+        lines = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
+        assert lines == [
+            "worker 'stranger' is refused: malformed message; run the same release everywhere",
+            "worker 'prefill-9' is refused: protocol version: 2 != 1; run the same release everywhere",
+        ]
+        assert it.cluster.num_malformed == 20
+        assert len(it.control.to("stranger", Refused)) == len(it.control.to("prefill-9", Refused)) == 20

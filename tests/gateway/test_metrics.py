@@ -2,11 +2,8 @@
 
 from dataclasses import replace
 
-import pytest
-
 from gateway.backend import RequestFailedError, TokenDelta
 from gateway.metrics import Metrics, RequestTimer
-from gateway.observer import Phases, RequestOutcome
 from gateway.worker import Worker
 from kvtransfer.messages import EndReason, Fingerprint, Hello, KvLayout, Limits, Load, Role
 from tests.gateway.http_world import ids_of, make_world, saying
@@ -99,28 +96,46 @@ def worker_of(role, worker_id, load):
 
 
 def test_workers_are_read_when_metrics_are():
-    metrics, workers = Metrics(), []
-    metrics.watch_workers(lambda: workers)
+    metrics, workers, capable = Metrics(), [], {"d0"}
+    metrics.watch_workers(lambda: workers, lambda: capable)
     workers.append(worker_of(Role.DECODE, "d0", Load(3, 2, 0.25, 75, 100)))
     labels = '{role="decode",worker="d0"}'
     values = values_of(metrics)
+    assert values["kvsplice:worker_capable" + labels] == 1
     assert values["kvsplice:num_requests_running" + labels] == 3
     assert values["kvsplice:num_requests_waiting" + labels] == 2
     assert values["kvsplice:kv_cache_usage_perc" + labels] == 0.25
-    assert values["kvsplice:kv_cache_free_blocks" + labels] == 75
+    assert values["kvsplice:kv_blocks" + labels] == 100
+    assert values["kvsplice:kv_free_blocks" + labels] == 75
     workers[0] = replace(workers[0], load=Load(0, 0, 0.0))
+    capable.clear()
     assert values_of(metrics)["kvsplice:num_requests_running" + labels] == 0
+    assert values_of(metrics)["kvsplice:worker_capable" + labels] == 0
     workers.clear()
     assert "kvsplice:num_requests_running" + labels not in values_of(metrics)
 
 
-@pytest.mark.parametrize("missing", [False, True])
-def test_phases_of_dispatched_requests(missing):
-    phases = Phases(queue_s=0.5, prefill_s=1.0, handover_s=None if missing else 0.25, decode_s=4.0)
-    metrics = Metrics()
-    metrics.on_request_end(RequestOutcome("r", 5, 6, EndReason.STOP, None, 1.0, 6.0, phases))
-    values = values_of(metrics)
-    assert values["kvsplice:request_queue_time_seconds_sum"] == 0.5
-    assert values["kvsplice:request_prefill_time_seconds_sum"] == 1.0
-    assert values["kvsplice:request_decode_time_seconds_sum"] == 4.0
-    assert values["kvsplice:request_handover_time_seconds_count"] == (not missing)
+def test_counts_that_others_keep_are_read_when_metrics_are():
+    metrics, counts = Metrics(), [3]
+    metrics.watch_count("late_outputs", "Late ones.", lambda: counts[0])
+    assert values_of(metrics)["kvsplice:late_outputs_total"] == 3
+    counts[0] = 4
+    assert values_of(metrics)["kvsplice:late_outputs_total"] == 4
+
+
+def test_answers_with_an_error_are_counted_by_class_whoever_gives_them():
+    world = make_world(max_body_bytes=1024, api_key="key")
+    named = {"headers": {"Authorization": "Bearer key"}}
+    world.complete()  # 401, before anything
+    world.post("/v1/completions", {"prompt": "x" * 2000}, **named)  # 413, before the body
+    world.post("/v1/completions", {"surprise": 1}, **named)  # 400
+    world.ask("GET", "/nothing", **named)  # 404
+    world.ask("GET", "/health")
+    world.backend.reasons = ("no decode worker can take requests",)
+    world.ask("GET", "/health")  # 503
+    values = values_of(world.metrics)
+    counts = {key: value for key, value in values.items() if key.startswith("kvsplice:http_errors_total")}
+    assert counts == {
+        'kvsplice:http_errors_total{status_class="4xx"}': 4,
+        'kvsplice:http_errors_total{status_class="5xx"}': 1,
+    }

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.router import InFlightBook, Rejection, Route, choose
+from gateway.backend import UnavailableError
+from gateway.router import InFlightBook, choose
 from gateway.worker import Worker
 from kvtransfer.messages import Load
 from tests.gateway.cluster_world import LIMITS, hello
@@ -24,9 +25,8 @@ def booked(*entries: tuple[str, int]) -> InFlightBook:
     return book
 
 
-def pick(prefill, decode, book=None, num_prompt=10) -> tuple[str, str]:
-    route = choose(prefill, decode, num_prompt, book or InFlightBook())
-    assert isinstance(route, Route)
+def pick(prefill, decode, book=None) -> tuple[str, str]:
+    route = choose(prefill, decode, book or InFlightBook())
     return route.prefill.worker_id, route.decode.worker_id
 
 
@@ -44,7 +44,6 @@ ONE_P, ONE_D = [worker("prefill-0")], [worker("decode-0")]
             "prefill-0",
         ),
         ([worker("prefill-0", waiting=1), worker("prefill-1")], [], "prefill-1"),
-        ([worker("prefill-0", kv_tokens=10), worker("prefill-1", waiting=9)], [], "prefill-1"),
     ],
 )
 def test_prefill_goes_where_the_fewest_prompt_tokens_are_outstanding(workers, entries, chosen):
@@ -60,7 +59,6 @@ def test_prefill_goes_where_the_fewest_prompt_tokens_are_outstanding(workers, en
         ([worker("decode-0", waiting=4), worker("decode-1", running=3)], [], "decode-1"),
         ([worker("decode-0"), worker("decode-1")], [("decode-0", 100)], "decode-1"),
         ([worker("decode-0", usage=0.9), worker("decode-1", running=2)], [("decode-1", 100)], "decode-1"),
-        ([worker("decode-0", kv_tokens=10), worker("decode-1", usage=0.9)], [], "decode-1"),
         ([worker("decode-0", running=1), worker("decode-1", running=2)], [("decode-0", 1)] * 3, "decode-1"),
     ],
 )
@@ -68,20 +66,10 @@ def test_decode_goes_where_the_pressure_is_least(workers, entries, chosen):
     assert pick(ONE_P, workers, booked(*entries)) == ("prefill-0", chosen)
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode", "message"), [([], ONE_D, "no prefill worker"), (ONE_P, [], "no decode worker")]
-)
-def test_a_missing_role_is_named(prefill, decode, message):
-    assert choose(prefill, decode, 10, InFlightBook()) == Rejection(message, never_fits=False)
-
-
-def test_a_prompt_that_fits_no_pool_is_rejected_with_both_numbers():
-    small = [worker("decode-0", kv_tokens=10)]
-    assert pick(ONE_P, small, num_prompt=9) == ("prefill-0", "decode-0")
-    rejection = choose(ONE_P, small, 10, InFlightBook())
-    assert isinstance(rejection, Rejection)
-    assert rejection.never_fits
-    assert "has 10 tokens and needs room for 11, but the KV cache holds 10" in rejection.message
+@pytest.mark.parametrize(("prefill", "decode", "missing"), [([], ONE_D, "prefill"), (ONE_P, [], "decode")])
+def test_a_missing_role_is_named(prefill, decode, missing):
+    with pytest.raises(UnavailableError, match=f"no {missing} worker can take requests"):
+        choose(prefill, decode, InFlightBook())
 
 
 @given(st.permutations([worker(f"decode-{i}", running=i % 2) for i in range(6)]))

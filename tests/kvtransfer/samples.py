@@ -62,20 +62,20 @@ OUTPUT = RequestOutput(
 )
 
 FROM_WORKER = (
-    Hello(1, Role.DECODE, "decode-0", "g2", FINGERPRINT, LAYOUT, Limits(10, 2, 64), "tcp://127.0.0.1:9"),
-    Heartbeat("g2", 5, Load(1, 2, 0.5, 3, 4), draining=True),
-    StepOutput("g2", (OUTPUT, RequestOutput("q", 1, 0))),
+    Hello(1, Role.DECODE, "decode-0", "g2", FINGERPRINT, LAYOUT, Limits(10, 2, 64), "tcp://127.0.0.1:9", 3),
+    Heartbeat("g2", 4, 5, Load(1, 2, 0.5, 3, 4), draining=True),
+    StepOutput("g2", 4, (OUTPUT, RequestOutput("q", 1, 0))),
     Goodbye("g2", "because"),
 )
 FROM_GATEWAY = (
-    Welcome("e"),
+    Welcome("e", 3),
     Refused("differs"),
     Reintroduce("e"),
-    GatewayBeat("e"),
-    PrefillRequest(SPEC, TARGET),
-    PrefillRequest(SPEC, None),
-    DecodeRequest(SPEC, "prefill-0", "g1"),
-    Cancel("r", 1 << 16),
+    GatewayBeat("e", 7),
+    PrefillRequest(SPEC, TARGET, 1),
+    PrefillRequest(SPEC, None, 2),
+    DecodeRequest(SPEC, "prefill-0", "g1", 3),
+    Cancel("r", 1 << 16, 4),
 )
 FROM_PREFILL = (
     KvHello(1, "prefill-0", "g1", FINGERPRINT, LAYOUT),

@@ -5,7 +5,7 @@ import logging
 import msgspec
 import pytest
 
-from kvtransfer import receiver as receiver_module
+from kvtransfer import peers as peers_module
 from kvtransfer.channel import KvBody
 from kvtransfer.incoming import ReceptionOutcome
 from kvtransfer.messages import (
@@ -69,7 +69,7 @@ def test_only_the_block_size_may_differ():
 
 
 def test_peers_are_bounded_and_a_restarted_one_takes_its_own_place(monkeypatch):
-    monkeypatch.setattr(receiver_module, "MAX_PEERS", 2)
+    monkeypatch.setattr(peers_module, "MAX_PEERS", 2)
     with running(DecodeSide()) as decode:
         peers = [RawPeer(decode, "prefill-0", f"g{life}") for life in range(4)]
         peers.append(RawPeer(decode, "prefill-1"))

@@ -34,7 +34,7 @@ from kvtransfer.messages import (
     encode,
 )
 
-BEAT = Heartbeat("g1", 1, Load(0, 0, 0.0))
+BEAT = Heartbeat("g1", 0, 1, Load(0, 0, 0.0))
 OFFER = KvOffer("r", 0, 4)
 HEADER = KvHeader("r", 0, 0, 0, 4, 0, 2, "float32")
 PATIENCE_S = 10.0
@@ -209,8 +209,8 @@ def test_a_message_for_an_unknown_peer_is_not_sent(listener):
     assert not listener.send(b"nobody", KvDone("r", 0))
 
     async def scenario(server) -> None:
-        assert not server.send("nobody", GatewayBeat("e"))
-        assert not server.send("\N{REPLACEMENT CHARACTER}", GatewayBeat("e"))
+        assert not server.send("nobody", GatewayBeat("e", 0))
+        assert not server.send("\N{REPLACEMENT CHARACTER}", GatewayBeat("e", 0))
 
     in_loop(scenario)
 
@@ -258,7 +258,7 @@ def test_what_was_sent_last_arrives_although_the_client_closes_at_once():
         client = ControlClient("w", [server.endpoint])
         assert until(lambda: client.send(server.endpoint, BEAT))
         for progress in range(2, 50):
-            client.send(server.endpoint, Heartbeat("g1", progress, Load(0, 0, 0.0)))
+            client.send(server.endpoint, Heartbeat("g1", 0, progress, Load(0, 0, 0.0)))
         client.close()
         received = [(await server.receive())[1].progress for _ in range(49)]
         assert received == list(range(1, 50))
@@ -383,7 +383,7 @@ def test_sending_never_swallows_the_wake_up_of_a_waiting_receive():
             await asyncio.sleep(0.01)
             client.send(server.endpoint, BEAT)
             client.poll(0.03)  # the message arrives while the loop is busy, and then the loop sends
-            assert server.send("w", GatewayBeat("e"))
+            assert server.send("w", GatewayBeat("e", 0))
             assert await asyncio.wait_for(waiting, 5) == ("w", BEAT)
         client.close()
 

@@ -2,119 +2,29 @@
 
 import asyncio
 import time
-from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from kvtransfer.addresses import endpoint
-from kvtransfer.channel import ControlServer, endpoint_port
-from kvtransfer.control import FromGateway, GatewayLinks, GatewayLost, LinkRefused, LinkTiming, Report
+from kvtransfer.channel import endpoint_port
+from kvtransfer.control import FromGateway, GatewayLinks, GatewayLost, LinkTiming, Report
 from kvtransfer.errors import SettingsError
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import (
     Cancel,
     DecodeRequest,
-    GatewayBeat,
     Goodbye,
     Heartbeat,
     Hello,
-    Limits,
     Load,
     PrefillRequest,
-    Refused,
     Reintroduce,
     RequestOutput,
-    Role,
     StepOutput,
-    Welcome,
 )
-from tests.kvtransfer.samples import FINGERPRINT, LAYOUT, TARGET, spec
-
-HELLO = Hello(1, Role.PREFILL, "prefill-0", "g1", FINGERPRINT, LAYOUT, Limits(10, 2, 64), None)
-PATIENCE_S = 10.0
-OUTPUT = RequestOutput("r", 0, 0, (5,))
-
-
-class Gateway:
-    """The other end: a real ControlServer and the words of a gateway."""
-
-    def __init__(self, port: int = 0) -> None:
-        self.server = ControlServer("127.0.0.1", port)
-        self.endpoint = self.server.endpoint
-
-    async def hear(self, kind, seconds: float = PATIENCE_S):
-        """The next message of a kind; others are passed over."""
-        async with asyncio.timeout(seconds):
-            while True:
-                name, message = await self.server.receive()
-                assert name == "prefill-0"
-                if isinstance(message, kind):
-                    return message
-
-    async def hears_no(self, kind, seconds: float = 0.3) -> bool:
-        try:
-            await self.hear(kind, seconds)
-        except TimeoutError:
-            return True
-        return False
-
-    def say(self, message) -> None:
-        assert self.server.send("prefill-0", message)
-
-    async def welcome(self, epoch: str = "e1") -> None:
-        await self.hear(Hello)
-        self.say(Welcome(epoch))
-        await self.hear(Heartbeat)
-
-    def close(self) -> None:
-        self.server.close()
-
-
-class World:
-    """One worker's links and its gateways."""
-
-    def __init__(self, endpoints, dead_after: float, beat_interval: float = 0.05) -> None:
-        self.inbox: Mailbox = Mailbox()
-        self.links = GatewayLinks(HELLO, endpoints, LinkTiming(beat_interval, dead_after), self.inbox)
-        self.links.start()
-        self.kept: list = []
-
-    async def told(self, seconds: float = PATIENCE_S):
-        """The next thing that the engine is told."""
-        deadline = time.monotonic() + seconds
-        while not self.kept:
-            assert time.monotonic() < deadline, "the engine was told nothing"
-            await asyncio.sleep(0.005)
-            self.kept += self.inbox.drain()
-        return self.kept.pop(0)
-
-    def told_nothing_more(self) -> bool:
-        self.kept += self.inbox.drain()
-        return not self.kept
-
-
-@asynccontextmanager
-async def world(num_gateways: int = 1, dead_after: float = 30.0, **timing):
-    gateways = [Gateway() for _ in range(num_gateways)]
-    made = World([gateway.endpoint for gateway in gateways], dead_after, **timing)
-    try:
-        yield made, *gateways
-    finally:
-        made.links.leave("the test is over")
-        assert not made.links.is_alive()
-        made.inbox.close()
-        for gateway in gateways:
-            gateway.close()
-
-
-def in_loop(scenario):
-    """The test runs as the coroutine `scenario`, and not for ever."""
-
-    def run() -> None:
-        asyncio.run(asyncio.wait_for(scenario(), 30))
-
-    run.__name__, run.__doc__ = scenario.__name__, scenario.__doc__
-    return run
+from tests.kvtransfer.control_world import HELLO, OUTPUT, PATIENCE_S, Gateway, World, in_loop, world
+from tests.kvtransfer.samples import TARGET, spec
 
 
 @in_loop
@@ -122,7 +32,7 @@ async def test_hello_is_repeated_until_welcome_and_then_heartbeats_follow():
     async with world() as (worker, gateway):
         for _ in range(2):
             assert await gateway.hear(Hello) == HELLO
-        gateway.say(Welcome("e1"))
+        gateway.say_welcome("e1")
         await gateway.hear(Heartbeat)
         assert await gateway.hears_no(Hello, seconds=0.5)
         assert worker.told_nothing_more()
@@ -149,7 +59,7 @@ async def test_heartbeats_carry_what_the_engine_last_reported():
         worker.links.report(Report(42, Load(3, 2, 0.25, 6, 8), draining=True))
         while (beat := await gateway.hear(Heartbeat)).progress != 42:
             assert beat.progress in (0, 41)
-        assert beat == Heartbeat("g1", 42, Load(3, 2, 0.25, 6, 8), draining=True)
+        assert beat == Heartbeat("g1", 0, 42, Load(3, 2, 0.25, 6, 8), draining=True)
 
 
 @in_loop
@@ -172,10 +82,10 @@ async def test_requests_reach_the_engine_in_order_with_their_gateway():
             Cancel("a", 0),
             DecodeRequest(spec("c"), "prefill-1", "g"),
         ]
-        for message in messages:
-            gateway.say(message)
+        numbered = [gateway.say_next(message) for message in messages]
+        assert [message.sequence for message in numbered] == [1, 2, 3, 4]
         assert [await worker.told() for _ in messages] == [
-            FromGateway(gateway.endpoint, message) for message in messages
+            FromGateway(gateway.endpoint, message) for message in numbered
         ]
 
 
@@ -188,17 +98,9 @@ async def test_outputs_go_to_their_gateway_in_order():
             worker.links.send(one.endpoint, [RequestOutput("r", 0, token, (token,))])
         worker.links.send(other.endpoint, [OUTPUT, OUTPUT])
         for token in range(20):
-            assert await one.hear(StepOutput) == StepOutput("g1", (RequestOutput("r", 0, token, (token,)),))
-        assert await other.hear(StepOutput) == StepOutput("g1", (OUTPUT, OUTPUT))
+            assert await one.hear(StepOutput) == StepOutput("g1", token + 1, (RequestOutput("r", 0, token, (token,)),))
+        assert await other.hear(StepOutput) == StepOutput("g1", 1, (OUTPUT, OUTPUT))
         assert await other.hears_no(StepOutput)
-
-
-@in_loop
-async def test_a_refusal_is_told_with_its_reason():
-    async with world() as (worker, gateway):
-        await gateway.hear(Hello)
-        gateway.say(Refused("model weights: a != b"))
-        assert await worker.told() == LinkRefused(gateway.endpoint, "model weights: a != b")
 
 
 @in_loop
@@ -207,9 +109,9 @@ async def test_a_gateway_that_does_not_know_us_is_lost_and_greeted_again():
         await gateway.welcome()
         gateway.say(Reintroduce("e2"))
         assert await worker.told() == GatewayLost(gateway.endpoint)
-        assert await gateway.hear(Hello, seconds=2.0) == HELLO
+        assert await gateway.hear(Hello, seconds=2.0) == msgspec.structs.replace(HELLO, introduction=2)
         gateway.say(Reintroduce("e2"))  # an answer to something sent before that Hello
-        gateway.say(Welcome("e2"))
+        gateway.say_welcome("e2")
         await gateway.hear(Heartbeat)
         assert worker.told_nothing_more()
 
@@ -218,8 +120,8 @@ async def test_a_gateway_that_does_not_know_us_is_lost_and_greeted_again():
 async def test_another_epoch_in_a_beat_means_a_restart():
     async with world() as (worker, gateway):
         await gateway.welcome("e1")
-        gateway.say(GatewayBeat("e1"))
-        gateway.say(GatewayBeat("e2"))
+        gateway.beat("e1")
+        gateway.beat("e2")
         assert await worker.told() == GatewayLost(gateway.endpoint)
         await gateway.welcome("e2")
         assert worker.told_nothing_more()
@@ -229,12 +131,12 @@ async def test_another_epoch_in_a_beat_means_a_restart():
 async def test_another_epoch_in_a_welcome_means_a_restart_and_the_same_one_nothing():
     async with world() as (worker, gateway):
         await gateway.welcome("e1")
-        gateway.say(Welcome("e1"))
-        gateway.say(Welcome("e2"))
+        gateway.say_welcome("e1")
+        gateway.say_welcome("e2")
         assert await worker.told() == GatewayLost(gateway.endpoint)
-        gateway.say(GatewayBeat("e2"))
-        gateway.say(Cancel("r", 0))
-        assert await worker.told() == FromGateway(gateway.endpoint, Cancel("r", 0))
+        await gateway.welcome("e2")
+        cancel = gateway.say_next(Cancel("r", 0))
+        assert await worker.told() == FromGateway(gateway.endpoint, cancel)
 
 
 @in_loop
@@ -242,7 +144,7 @@ async def test_silence_means_that_the_gateway_is_gone():
     async with world(dead_after=0.3) as (worker, gateway):
         await gateway.welcome()
         for _ in range(8):
-            gateway.say(GatewayBeat("e1"))
+            gateway.beat("e1")
             await asyncio.sleep(0.1)
         assert worker.told_nothing_more()
         before = time.monotonic()
@@ -276,7 +178,7 @@ async def test_the_loss_of_one_gateway_is_not_the_loss_of_another():
         await other.welcome("e9")
         deadline = time.monotonic() + PATIENCE_S
         while worker.told_nothing_more() and time.monotonic() < deadline:
-            other.say(GatewayBeat("e9"))
+            other.beat("e9")
             worker.kept += worker.inbox.wait(0.05)
             await asyncio.sleep(0)
         assert worker.kept == [GatewayLost(one.endpoint)]
@@ -288,8 +190,8 @@ async def test_noise_from_a_gateway_changes_nothing():
         await gateway.welcome()
         await gateway.server._socket.send_multipart([b"prefill-0", b"\xc1"])
         await gateway.server._socket.send_multipart([b"prefill-0", b"\xc0", b"\xc0"])
-        gateway.say(Cancel("r", 0))
-        assert await worker.told() == FromGateway(gateway.endpoint, Cancel("r", 0))
+        cancel = gateway.say_next(Cancel("r", 0))
+        assert await worker.told() == FromGateway(gateway.endpoint, cancel)
         assert worker.links.is_alive()
 
 
@@ -301,7 +203,7 @@ async def test_leaving_says_goodbye_to_all_behind_the_last_output():
         worker.links.send(one.endpoint, [OUTPUT])
         worker.links.leave("shutting down")
         assert not worker.links.is_alive()
-        assert await one.hear(StepOutput) == StepOutput("g1", (OUTPUT,))
+        assert await one.hear(StepOutput) == StepOutput("g1", 1, (OUTPUT,))
         assert await one.hear(Goodbye) == Goodbye("g1", "shutting down")
         assert await other.hear(Goodbye) == Goodbye("g1", "shutting down")
 
@@ -320,4 +222,4 @@ async def test_leaving_does_not_wait_for_a_gateway_that_never_came():
 
 def test_a_gateway_address_that_cannot_be_dialled_is_said_at_once():
     with pytest.raises(SettingsError, match="tcp://HOST:PORT"):
-        GatewayLinks(HELLO, ["nonsense"], LinkTiming(0.1, 1.0), Mailbox())
+        GatewayLinks(HELLO, ["nonsense"], LinkTiming(0.1, 1.0), Mailbox(), 64)

@@ -109,7 +109,7 @@ def test_parked_offers_are_bounded_and_the_oldest_goes():
     for number in range(MAX_PARKED_OFFERS):
         assert book.park((str(number), 0), offer()) is None
     book.park(("0", 0), offer(seen_at=101.0))
-    assert book.park(("new", 0), offer(seen_at=102.0)) == offer()
+    assert book.park(("new", 0), offer(seen_at=102.0)) == (("1", 0), offer())
     assert book.open(transfer(("1", 0))) is None
     assert book.open(transfer(("0", 0))) == offer(seen_at=101.0)
 

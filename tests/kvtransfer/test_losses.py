@@ -2,9 +2,11 @@
 
 import time
 
+from kvtransfer import incoming as incoming_module
+from kvtransfer import receiver as receiver_module
 from kvtransfer.channel import KvListener, endpoint_port
 from kvtransfer.incoming import ReceptionOutcome
-from kvtransfer.messages import DecodeTarget, KvCredit, KvDone, KvGrant, KvOffer, KvRevoke
+from kvtransfer.messages import DecodeTarget, KvAbort, KvCredit, KvDone, KvGrant, KvOffer, KvRevoke
 from kvtransfer.outgoing import TransferOutcome
 from tests.kvtransfer.fake_pools import TOKEN_BYTES, DecodeSide, PrefillSide, wait_until
 from tests.kvtransfer.raw_peers import KEY, RawPeer, running
@@ -153,6 +155,66 @@ def test_an_idle_link_is_hung_up_and_dialled_again_when_needed():
             assert decode.end_of(key).outcome is ReceptionOutcome.ARRIVED
             prefill.end_of(key)
             wait_until(lambda: not prefill.sender._peers)
+
+
+def test_a_link_that_fell_silent_is_forgotten_and_a_busy_one_is_not(monkeypatch):
+    monkeypatch.setattr(receiver_module, "IDLE_LEASES", 1)
+    with running(PrefillSide(keepalive=0.05), DecodeSide(lease=0.4)) as (prefill, decode):
+        silent = RawPeer(decode)
+        decode.expect(KEY, prefill.peer, 4)
+        prefill.open(KEY, decode.target, 4)
+        wait_until(lambda: len(decode.receiver._peers) == 2)
+        wait_until(lambda: len(decode.receiver._peers) == 1)
+        time.sleep(0.5)
+        prefill.compute(KEY, 4)
+        prefill.sender.first_token(KEY, 1)
+        assert decode.end_of(KEY).outcome is ReceptionOutcome.ARRIVED
+        prefill.end_of(KEY)
+        silent.hangs_up()
+
+
+def test_a_silent_link_is_kept_while_a_reservation_waits_for_it(monkeypatch):
+    monkeypatch.setattr(receiver_module, "IDLE_LEASES", 0)
+    with running(DecodeSide(lease=0.8)) as decode:
+        decode.expect(KEY, ("prefill-7", "g7"), 4)
+        raw, idle = RawPeer(decode), RawPeer(decode, "prefill-8")
+        wait_until(lambda: len(decode.receiver._peers) == 1)
+        raw.send(KvOffer(*KEY, 4))
+        assert isinstance(raw.hear(), KvGrant)
+        raw.send(KvAbort(*KEY, "enough"))
+        assert decode.end_of(KEY).outcome is ReceptionOutcome.ABORTED
+        raw.hangs_up()
+        idle.hangs_up()
+
+
+def test_an_offer_that_has_to_make_room_is_revoked(monkeypatch):
+    monkeypatch.setattr(incoming_module, "MAX_PARKED_OFFERS", 2)
+    with running(PrefillSide(), DecodeSide()) as (prefill, decode):
+        for number in range(4):
+            prefill.open((f"r{number}", 0), decode.target, 4)
+        for number in range(2):
+            end = prefill.end_of((f"r{number}", 0))
+            assert (end.outcome, end.reason) == (TransferOutcome.REVOKED, "too many offers wait for a reservation")
+        for number in range(2, 4):
+            key = (f"r{number}", 0)
+            decode.expect(key, prefill.peer, 4)
+            prefill.compute(key, 4)
+            prefill.sender.first_token(key, 1)
+            assert decode.end_of(key).outcome is ReceptionOutcome.ARRIVED
+            prefill.end_of(key)
+
+
+def test_another_decode_worker_behind_the_same_address_is_not_taken_for_the_one_that_was_meant():
+    with running(PrefillSide(), DecodeSide(generation="new")) as (prefill, decode):
+        stale = DecodeTarget(decode.target.worker_id, "old", decode.target.kv_endpoint)
+        for name in ("a", "b"):
+            prefill.open((name, 0), stale, 4)
+            end = prefill.end_of((name, 0))
+            assert (end.outcome, end.reason) == (TransferOutcome.FAILED, "the decode worker was restarted")
+        decode.expect(KEY, prefill.peer, 4)
+        prefill.send_all(KEY, decode.target, 4)
+        assert decode.end_of(KEY).outcome is ReceptionOutcome.ARRIVED
+        prefill.end_of(KEY)
 
 
 def test_stopping_in_the_middle_of_transfers_does_not_hang():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.control import FromGateway, GatewayLost, LinkRefused
+from kvtransfer.control import AllGatewaysRefused, FromGateway, GatewayLost
 from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Cancel, EndReason, Load, PrefillRequest, RequestEnd, RequestOutput
@@ -109,9 +109,9 @@ def test_a_second_signal_stops_at_once():
     assert set(process.role.held) == {"stuck"}
 
 
-def test_a_refusal_is_an_exit_code():
+def test_a_refusal_by_all_is_an_exit_code():
     process = Process()
-    assert process.run(process.post(request("held")), process.post(LinkRefused("one", "differs"))) == 1
+    assert process.run(process.post(request("held")), process.post(AllGatewaysRefused())) == 1
     assert process.links.left == ["failed"]
     assert process.role.calls[-1] == "stop"
 

@@ -68,6 +68,14 @@ def test_the_env_file_decides_the_model(name):
     assert command_config(service, {"KVSPLICE_MODEL": "/models/other"}).model == "/models/other"
 
 
+def test_variables_that_flags_beat_are_listed():
+    services = load(NODE).values()
+    flags = {word.partition("=")[0] for service in services for word in service["command"] if word.startswith("--")}
+    beaten = {f"KVSPLICE_{flag.removeprefix('--').replace('-', '_').upper()}" for flag in flags}
+    text = (ROOT / "compose.yaml").read_text().partition("have no effect in it:")[2].partition("# WORKER_ID")[0]
+    assert set(re.findall(r"KVSPLICE_\w+", text)) == beaten
+
+
 def test_addresses_fit_each_other():
     services = load(NODE)
     gateway, prefill, decode = (command_config(services[name]) for name in ("gateway", "prefill", "decode"))

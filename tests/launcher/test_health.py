@@ -8,9 +8,11 @@ import pytest
 from launcher.cli import main
 from launcher.health import ask
 
-METRICS = b"""# HELP kvsplice:kv_blocks Blocks.
-kvsplice:kv_blocks{role="prefill",worker="prefill-0"} 8.0
-kvsplice:kv_blocks{role="decode",worker="decode-0"} 8.0
+METRICS = b"""# HELP kvsplice:worker_capable 1 if it takes requests.
+kvsplice:kv_blocks{role="decode",worker="stalled"} 1.0
+kvsplice:worker_capable{role="prefill",worker="prefill-0"} 1.0
+kvsplice:worker_capable{role="decode",worker="decode-0"} 1.0
+kvsplice:worker_capable{role="decode",worker="stalled"} 0.0
 """
 
 
@@ -49,10 +51,32 @@ def test_not_ready_says_why(gateway):
 
 
 @pytest.mark.parametrize(
-    ("worker", "healthy"), [("prefill-0", True), ("decode-0", True), ("decode-1", False), ("decode.0", False)]
+    ("worker", "healthy", "words"),
+    [
+        ("prefill-0", True, "counts on"),
+        ("decode-0", True, "counts on"),
+        ("stalled", False, "gives stalled no requests"),
+        ("decode-1", False, "does not know"),
+        ("decode.0", False, "does not know"),
+    ],
 )
-def test_worker(gateway, worker, healthy):
-    assert ask(gateway[0], worker)[0] is healthy
+def test_worker(gateway, worker, healthy, words):
+    verdict, reason = ask(gateway[0], worker)
+    assert verdict is healthy
+    assert words in reason
+
+
+@pytest.mark.parametrize("url", ["file:///etc/hostname", "ftp://gateway", "gateway:8000", "http://", "http://g:x", ""])
+def test_only_http_is_asked(url, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["health", f"--url={url}"])
+    assert caught.value.code == 2
+    assert "--url" in capsys.readouterr().err
+
+
+def test_a_proxy_of_the_environment_is_not_asked(gateway, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert ask(gateway[0], None)[0]
 
 
 def test_nobody_there():

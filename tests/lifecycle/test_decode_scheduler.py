@@ -127,7 +127,8 @@ def test_a_full_queue_turns_a_request_away():
         world.add(request_id)
     [said] = world.scheduler.take_outputs()
     assert said.output.request_id == "late"
-    assert (said.output.end.reason, said.output.end.message) == (EndReason.OVERLOADED, "the queue of this worker is full")
+    assert said.output.end.reason is EndReason.OVERLOADED
+    assert said.output.end.message == "the queue of this worker is full"
     for request_id in ("runs", "waits"):
         world.arrive(request_id, token_id=EOS)
     world.check_all_is_empty()
