@@ -206,14 +206,10 @@ class Cluster:
         if holder is not None and holder.hello == hello:
             self._update(holder.heard(now))
             return Reaction(reply=self._welcome(hello))  # said again before our Welcome came through
-        fault = self._own_fault(sender, hello)
+        fault = self._fault_of(sender, hello)
         if fault is not None:
             return Reaction(reply=Refused(fault))
         departed = self._replace(sender, hello)
-        peer = next(iter(self._workers.values()), None)
-        fault = None if peer is None else peer_fault(hello, peer.hello)
-        if fault is not None:
-            return Reaction(reply=Refused(fault), departed=departed)
         worker = Worker(hello=hello, heard_at=now, progress_at=now)
         self._workers[sender] = worker
         return Reaction(reply=self._welcome(hello), departed=departed, joined=worker)
@@ -221,14 +217,21 @@ class Cluster:
     def _welcome(self, hello: Hello) -> Welcome:
         return Welcome(self.epoch, hello.introduction)
 
-    def _own_fault(self, sender: str, hello: Hello) -> str | None:
-        """Why this introduction is refused whatever the others serve; whoever holds the id keeps it."""
+    def _fault_of(self, sender: str, hello: Hello) -> str | None:
+        """Why this introduction is refused; whoever holds the id keeps it."""
         checks: tuple[Callable[[], str | None], ...] = (
             lambda: identity_fault(sender, hello),
             lambda: self._registry_fault(hello),
             lambda: vocabulary_fault(hello.fingerprint, self._settings.tokenizer_vocab_size),
+            lambda: self._model_fault(hello),
         )
         return next((fault for check in checks if (fault := check()) is not None), None)
+
+    def _model_fault(self, hello: Hello) -> str | None:
+        """The others set what is served; the holder of the id doesn't count, as it would make room."""
+        others = (worker for worker in self.workers if worker.worker_id != hello.worker_id)
+        peer = next(others, None)
+        return None if peer is None else peer_fault(hello, peer.hello)
 
     def _registry_fault(self, hello: Hello) -> str | None:
         retired = self._retired.get((hello.worker_id, hello.generation))

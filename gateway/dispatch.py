@@ -133,12 +133,8 @@ class Dispatcher(Backend):
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, arrived_at: float
     ) -> AsyncGenerator[TokenDelta, None]:
-        prompt = tuple(prompt_token_ids)
-        route = self._admit(prompt, sampling)
-        flight = self._flight_on(route, prompt, sampling, arrived_at)
+        flight = self._launch(tuple(prompt_token_ids), sampling, arrived_at)
         try:
-            if not self._flights.start(flight, *_requests(flight.spec, route)):
-                self._flights.end(flight, error=UnavailableError("a worker could not be reached; try again"))
             while True:
                 delta = await flight.stream.get()
                 yield delta
@@ -146,6 +142,19 @@ class Dispatcher(Backend):
                     return
         finally:
             self._flights.end(flight)  # no-op unless the consumer leaves early
+
+    def _launch(self, prompt: tuple[int, ...], sampling: SamplingParams, arrived_at: float) -> Flight:
+        """A request that its workers have been told of. A worker that can't be reached is given up at once, not when
+        its beats are missed, and others are tried: the client has seen nothing yet. Raises BackendError."""
+        while True:
+            route = self._admit(prompt, sampling)
+            flight = self._flight_on(route, prompt, sampling, arrived_at)
+            lost = self._flights.start(flight, *_requests(flight.spec, route))
+            if lost is None:
+                return flight
+            self._flights.end(flight)
+            if departure := self._cluster.drop(lost.worker_id, "it can't be reached"):
+                self._on_departure(departure)
 
     def _admit(self, prompt: tuple[int, ...], sampling: SamplingParams) -> Route:
         status, vocab_size = self.status(), self._cluster.vocab_size

@@ -49,15 +49,16 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
-    def start(self, flight: Flight, prefill: PrefillRequest, decode: DecodeRequest | None) -> bool:
-        """Sends the request to its workers; False if one of them can't be reached."""
+    def start(self, flight: Flight, prefill: PrefillRequest, decode: DecodeRequest | None) -> Leg | None:
+        """Sends the request to its workers; returns the leg whose worker can't be reached, None if all are told."""
         self._flights[flight.key] = flight
         num_prompt, max_tokens = len(flight.spec.prompt_token_ids), flight.spec.sampling.max_tokens
         if not self._start_leg(flight, flight.prefill, prefill, num_prompt):
-            return False
+            return flight.prefill
         if flight.decode is None or decode is None:
-            return True
-        return self._start_leg(flight, flight.decode, decode, num_prompt + max_tokens)
+            return None
+        told = self._start_leg(flight, flight.decode, decode, num_prompt + max_tokens)
+        return None if told else flight.decode
 
     def on_output(self, worker: Worker, output: RequestOutput) -> None:
         """Takes a worker's output. The exception boundary of one request: a bug in here is that request's loss."""

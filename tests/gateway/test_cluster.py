@@ -83,6 +83,15 @@ def test_what_does_not_fit_is_refused_with_what_differs(sender, message, reason)
     assert live(cluster) == [("decode-0", "g1"), ("prefill-0", "g1")]
 
 
+def test_a_misfit_under_a_live_workers_id_is_refused_and_the_live_one_stays():
+    cluster = make(*BOTH)
+    other_model = changed(hello().fingerprint, weights="w9")
+    reaction = cluster.receive("decode-0", hello("decode-0", "g2", fingerprint=other_model), 1.0)
+    assert isinstance(reaction.reply, Refused)
+    assert reaction.departed is None
+    assert cluster.is_live("decode-0", "g1")
+
+
 def test_all_differences_are_named_at_once():
     wrong = hello("prefill-1", fingerprint=changed(FINGERPRINT, weights="w1", dtype="bfloat16"))
     reply = make("decode-0").receive("prefill-1", wrong, 1.0).reply

@@ -237,6 +237,22 @@ async def test_a_worker_that_can_not_be_reached_fails_the_request_and_cancels_th
         it.assert_empty()
 
 
+@pytest.mark.parametrize("unreachable", ["prefill-0", "decode-0"])
+@in_loop
+async def test_a_worker_that_can_not_be_reached_is_no_black_hole_while_another_lives(unreachable):
+    async with world("prefill-0", "prefill-1", "decode-0", "decode-1") as it:
+        it.control.unreachable.add(unreachable)
+        clients = [await it.ask() for _ in range(3)]
+        assert [client.error for client in clients] == [None] * 3
+        assert unreachable not in {worker.worker_id for worker in it.dispatcher.workers}
+        spare = unreachable.replace("0", "1")
+        kind = PrefillRequest if spare.startswith("prefill") else DecodeRequest
+        assert len(it.control.to(spare, kind)) == 3
+        for client in clients:
+            await client.leave()
+        it.assert_empty()
+
+
 # --- bad ends ----------------------------------------------------------------------------------------
 
 
