@@ -88,8 +88,10 @@ class Kernels(Protocol):
         rows: RaggedRows,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
-        """Attention of rows that have one query each; arguments and result as in `paged_prefill`."""
+        """Attention of rows that have one query each, or one that is to be ignored and a context of no tokens: zeros.
+        Arguments and result as in `paged_prefill`."""
         ...
 
     def paged_prefill(
@@ -100,11 +102,13 @@ class Kernels(Protocol):
         rows: RaggedRows,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """Causal attention of rows with any number of queries over the pool; [T, H, D] like `query`.
 
         The query at position p sees the tokens [0, p], or with a window the last `window` of them, itself included.
         Query head h reads KV head h // (H / G). The keys and values of the queries themselves are in the pool already.
+        With a `softcap` c > 0, a score s (after `scale`) becomes c * tanh(s / c) (Gemma 2, arXiv:2408.00118).
         """
         ...
 
