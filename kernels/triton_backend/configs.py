@@ -2,8 +2,10 @@
 
 Nothing is tuned at start-up: what a machine runs is what `make kernels-aot` has compiled and checked. The values are
 derived from the limits below and from the compiled code (registers, spills, shared memory); no device has timed them.
+Decode is bound by memory: its tiles are as large as 3 stages allow without spills, and a segment of 256 tokens costs
+about 3 % of its bytes in partial results while it still gives a single row of 8,192 tokens 32 programs a KV head.
 
-    shared memory of a program    sm_80 163 KiB, sm_90 and sm_100 227 KiB, sm_86 and sm_89 99 KiB, gfx942 64 KiB
+    shared memory of a program    sm_90, sm_100 227 KiB; sm_80 163; sm_86, sm_89, sm_120 (rows of sm_80) 99; gfx942 64
     registers of a thread         255 on NVIDIA, 512 on gfx942
 """
 
@@ -13,6 +15,8 @@ from types import MappingProxyType
 from typing import Final
 
 import torch
+
+from kernels.errors import UnsupportedShapeError
 
 
 @dataclass(frozen=True)
@@ -43,76 +47,80 @@ class AttentionConfigs:
     why: str
 
 
-_DECODE_WHY: Final = "a segment of 256 tokens costs 3 % of its bytes in partial results"
 _TABLE: Final[Mapping[tuple[str, int], AttentionConfigs]] = MappingProxyType(
     {
         ("sm_80", 64): AttentionConfigs(
             DecodeConfig(tile=64, segment=256, num_warps=4, num_stages=3),
-            PrefillConfig(rows=128, tile=64, num_warps=4, num_stages=3),
-            "4 warps of 32 rows each: the keys in registers serve two row groups",
+            PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=3),
+            "4 warps for 128 rows spill",
         ),
         ("sm_80", 128): AttentionConfigs(
-            DecodeConfig(tile=64, segment=256, num_warps=4, num_stages=2),
-            PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=2),
-            "8 warps halve the 128 x 128 sums to 64 registers a thread",
+            DecodeConfig(tile=64, segment=256, num_warps=4, num_stages=3),
+            PrefillConfig(rows=64, tile=32, num_warps=4, num_stages=3),
+            "64 tokens a tile spill; two programs of 64 rows fit one multiprocessor and hide each other's waits",
         ),
         ("sm_80", 256): AttentionConfigs(
-            DecodeConfig(tile=32, segment=256, num_warps=4, num_stages=2),
-            PrefillConfig(rows=64, tile=32, num_warps=4, num_stages=2),
-            "sums of 64 x 256 fill half of the registers; wider tiles spill",
+            DecodeConfig(tile=64, segment=256, num_warps=4, num_stages=3),
+            PrefillConfig(rows=64, tile=32, num_warps=8, num_stages=3),
+            "sums of 64 x 256 take 64 registers of each of 8 warps; 4 warps, or 128 rows, spill",
         ),
         ("sm_90", 64): AttentionConfigs(
             DecodeConfig(tile=64, segment=256, num_warps=4, num_stages=3),
-            PrefillConfig(rows=128, tile=128, num_warps=8, num_stages=2),
-            "warpgroups of 64 rows; 128 tokens make each matrix instruction as wide as it gets at this size",
+            PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=3),
+            "128 registers: two programs a multiprocessor, one's softmax beside the other's products",
         ),
         ("sm_90", 128): AttentionConfigs(
             DecodeConfig(tile=64, segment=256, num_warps=4, num_stages=3),
             PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=3),
-            "two warpgroups; 3 stages of K and V, 32 KiB each, beside 32 KiB of queries",
+            "two warpgroups of 64 rows; 128 tokens a tile leave no spare registers for soft cap and window",
         ),
         ("sm_90", 256): AttentionConfigs(
             DecodeConfig(tile=32, segment=256, num_warps=4, num_stages=3),
-            PrefillConfig(rows=128, tile=32, num_warps=8, num_stages=2),
+            PrefillConfig(rows=128, tile=32, num_warps=8, num_stages=3),
             "sums of 128 x 256 take 128 registers a thread, so the scores must be narrow",
         ),
         ("sm_100", 64): AttentionConfigs(
             DecodeConfig(tile=64, segment=256, num_warps=4, num_stages=3),
-            PrefillConfig(rows=128, tile=128, num_warps=4, num_stages=2),
-            "the matrix unit takes 128 rows and keeps results in its own memory: one warp each 32 rows",
+            PrefillConfig(rows=128, tile=128, num_warps=8, num_stages=3),
+            "the matrix unit takes 128 rows and keeps sums in its own memory; 64 tokens a tile spill",
         ),
         ("sm_100", 128): AttentionConfigs(
             DecodeConfig(tile=64, segment=256, num_warps=4, num_stages=3),
-            PrefillConfig(rows=128, tile=64, num_warps=4, num_stages=3),
-            "as for 64, with half the tokens a tile",
+            PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=3),
+            "128 rows for the matrix unit; 4 warps spill when they rescale the sums",
         ),
         ("sm_100", 256): AttentionConfigs(
             DecodeConfig(tile=32, segment=256, num_warps=4, num_stages=3),
             PrefillConfig(rows=128, tile=32, num_warps=8, num_stages=2),
-            "as sm_90",
+            "as sm_90, one stage less beside 64 KiB of queries",
         ),
         ("gfx942", 64): AttentionConfigs(
             DecodeConfig(tile=64, segment=256, num_warps=4, num_stages=2),
-            PrefillConfig(rows=128, tile=64, num_warps=4, num_stages=2),
-            "64 KiB of shared memory",
+            PrefillConfig(rows=128, tile=32, num_warps=4, num_stages=2),
+            "4 warps of 32 rows suit the 32 x 32 matrix instruction; 64 tokens a tile spill scalars",
         ),
         ("gfx942", 128): AttentionConfigs(
             DecodeConfig(tile=32, segment=256, num_warps=4, num_stages=2),
             PrefillConfig(rows=128, tile=32, num_warps=4, num_stages=2),
-            "64 KiB of shared memory",
+            "half of the shared memory, so that two programs fit; 64 tokens a tile spill",
         ),
         ("gfx942", 256): AttentionConfigs(
-            DecodeConfig(tile=16, segment=256, num_warps=4, num_stages=1),
-            PrefillConfig(rows=64, tile=16, num_warps=4, num_stages=1),
-            "64 KiB of shared memory",
+            DecodeConfig(tile=16, segment=256, num_warps=4, num_stages=2),
+            PrefillConfig(rows=64, tile=16, num_warps=4, num_stages=2),
+            "half of the shared memory, so that two programs fit; 32 tokens a tile spill",
         ),
     }
 )
 
-_FLOAT32: Final = AttentionConfigs(
-    DecodeConfig(tile=16, segment=256, num_warps=4, num_stages=1),
-    PrefillConfig(rows=16, tile=16, num_warps=4, num_stages=1),
-    "exact products use no matrix unit; it is there to compare with, on any architecture",
+_FLOAT32: Final[Mapping[int, AttentionConfigs]] = MappingProxyType(
+    {
+        size: AttentionConfigs(
+            DecodeConfig(tile=16, segment=256, num_warps=4, num_stages=1 if size == 256 else 3),
+            PrefillConfig(rows=16, tile=16, num_warps=4, num_stages=1),
+            "exact products use no matrix unit: it is there to compare with, on any chip, within 64 KiB",
+        )
+        for size in (64, 128, 256)
+    }
 )
 
 ARCHITECTURES: Final = tuple(sorted({architecture for architecture, _ in _TABLE}))
@@ -121,20 +129,8 @@ MAX_HEAD_DIM: Final = SIZES[-1]
 
 
 def attention_configs(architecture: str, head_dim: int, dtype: torch.dtype) -> AttentionConfigs:
-    """The row for an architecture in ARCHITECTURES, a head size up to MAX_HEAD_DIM, and a dtype."""
-    if dtype == torch.float32:
-        return _FLOAT32
-    return _TABLE[architecture, min(size for size in SIZES if size >= head_dim)]
-
-
-def architecture_of(device: torch.device) -> str:
-    """The row of the table that serves a device: its own, or the largest older one, whose limits it keeps.
-
-    On the CPU, where only Triton's interpreter runs, any row will do.
-    """
-    if device.type == "cpu":
-        return "sm_80"
-    if torch.version.hip is not None:
-        return "gfx942"
-    major, _ = torch.cuda.get_device_capability(device)
-    return "sm_100" if major == 10 else "sm_90" if major == 9 else "sm_80"
+    """The row for an architecture in ARCHITECTURES and a dtype. Raises UnsupportedShapeError past MAX_HEAD_DIM."""
+    if head_dim > MAX_HEAD_DIM:
+        raise UnsupportedShapeError(f"triton kernels take heads of up to {MAX_HEAD_DIM}, not {head_dim}: use reference")
+    size = min(size for size in SIZES if size >= head_dim)
+    return _FLOAT32[size] if dtype == torch.float32 else _TABLE[architecture, size]

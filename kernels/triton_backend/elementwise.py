@@ -8,15 +8,15 @@ from kernels.triton_backend.launch import Launch, next_power_of_2
 
 NORM_ELEMENTS = 1024
 """Elements that one program of a norm takes at least: several rows if they are short, such as the heads of q and k."""
-SILU_ELEMENTS = 1024
+SILU_ELEMENTS = 2048
 
 
 @triton.jit
 def _normed(x: tl.tensor, weight: tl.tensor, size: tl.constexpr, eps: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """x [rows, size] float32 by its root mean square, rounded to `dtype`, times weight [size]."""
+    """x [rows, size] float32 by its root mean square, rounded to `dtype`, times weight [1, size]."""
     variance = tl.sum(x * x, 1) / size
     normed = (x * tl.rsqrt(variance + eps)[:, None]).to(dtype)
-    return (normed.to(tl.float32) * weight.to(tl.float32)[None, :]).to(dtype)
+    return (normed.to(tl.float32) * weight.to(tl.float32)).to(dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -44,7 +44,7 @@ def rms_norm_kernel(
     starts = (rows // INNER) * stride_outer + (rows % INNER) * stride_inner
     places = rows[:, None] * SIZE + columns[None, :]
     wide = tl.load(x + starts[:, None] + columns[None, :], mask=real, other=0.0).to(tl.float32)
-    scales = tl.load(weight + columns, mask=columns < SIZE, other=0.0)
+    scales = tl.load(weight + columns[None, :], mask=(columns < SIZE)[None, :], other=0.0)
     if ADD:
         wide += tl.load(residual + places, mask=real, other=0.0).to(tl.float32)
         rounded = wide.to(total.dtype.element_ty)

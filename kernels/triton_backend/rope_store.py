@@ -6,7 +6,7 @@ import triton.language as tl
 
 from kernels.triton_backend.launch import Launch, next_power_of_2
 
-HEADS = 8
+HEADS = 16
 """Heads that one program takes; the last one of a token takes the rest."""
 
 
@@ -83,6 +83,7 @@ def rope_store_launch(
     """The launch that fills `output` [T, H, D] and the pool's slots."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
+    columns = next_power_of_2(head_dim // 2)
     arguments = {
         "output": output,
         "query": query,
@@ -100,8 +101,10 @@ def rope_store_launch(
         "NUM_HEADS": num_heads,
         "NUM_KV_HEADS": num_kv_heads,
         "HALF": head_dim // 2,
-        "COLUMNS": next_power_of_2(head_dim // 2),
+        "COLUMNS": columns,
         "HEADS": HEADS,
     }
     tiles = -(-num_heads // HEADS) + -(-num_kv_heads // HEADS)
-    return Launch(rope_store_kernel, (num_tokens, tiles), arguments)
+    # 8 elements a thread: 128 bits in half precision.
+    num_warps = max(1, HEADS * columns // (8 * 32))
+    return Launch(rope_store_kernel, (num_tokens, tiles), arguments, num_warps)
