@@ -1,6 +1,7 @@
 """From a checkpoint folder to a model that runs and a KV pool that fits: what a worker does once, at its start."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -8,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from engine.block_pool import blocks_for
+from engine.cuda_graphs import DecodeGraphs, Forward, GraphLimits, GraphRecorder, Replay
 from engine.errors import CapacityError, DeviceError, ModelError
 from engine.kv_cache import GIB, KvCache, bytes_per_block, dtype_named
 from engine.model import CausalLm
@@ -60,6 +62,11 @@ class PoolSettings:
     max_num_seqs: int
     kv_cache_gib: float
     gpu_memory_utilization: float
+    record_decode: bool = False  # with CUDA graphs; needs a capturable backend on a GPU
+
+    @property
+    def graph_limits(self) -> GraphLimits:
+        return GraphLimits(self.max_num_seqs, self.max_model_len)
 
 
 def load(model_path: Path, *, dtype: str, device: str, kernels: str) -> LoadedModel:
@@ -128,8 +135,9 @@ def allocate_kv_cache(loaded: LoadedModel, settings: PoolSettings, sample: Sampl
     """
     layout = loaded.kv_layout(settings.block_size)
     budget = _cpu_budget(settings) if loaded.device.type == "cpu" else _gpu_budget(loaded, settings, sample)
-    num_blocks = blocks_in(budget, layout, settings.max_model_len)
-    kv_cache = KvCache(layout, num_blocks, loaded.kernels, loaded.device)
+    scratch = settings.record_decode * bytes_per_block(layout)
+    num_blocks = blocks_in(budget - scratch, layout, settings.max_model_len)
+    kv_cache = KvCache(layout, num_blocks, loaded.kernels, loaded.device, with_scratch=settings.record_decode)
     logger.info(
         "KV pool: %d blocks of %d tokens = %d tokens (%.1f GiB), max concurrency at %d tokens: %d",
         num_blocks,
@@ -161,15 +169,23 @@ def _cpu_budget(settings: PoolSettings) -> int:
 
 
 def _gpu_budget(loaded: LoadedModel, settings: PoolSettings, sample: Sample) -> int:
-    """Measures a step at full load, then asks what is left for KV."""
-    torch.cuda.reset_peak_memory_stats(loaded.device)
-    profile_step(loaded, settings, sample)
-    torch.cuda.synchronize(loaded.device)
-    peak = torch.cuda.max_memory_allocated(loaded.device)
+    """Measures a step at full load, then asks what is left for KV. Graphs have memory of their own."""
+    peak = _peak_memory(loaded.device, lambda: profile_step(loaded, settings, sample))
+    if settings.record_decode:
+        weights = torch.cuda.memory_allocated(loaded.device)
+        peak += _peak_memory(loaded.device, lambda: profile_graphs(loaded, settings)) - weights
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(loaded.device)
     outside_torch = total - free - torch.cuda.memory_reserved(loaded.device)
     return gpu_kv_budget(total, settings.gpu_memory_utilization, peak=peak, outside_torch=outside_torch)
+
+
+def _peak_memory(device: torch.device, work: Callable[[], None]) -> int:
+    """Most bytes in tensors while `work` runs, those that were there before among them."""
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
 
 
 def gpu_kv_budget(total: int, utilization: float, *, peak: int, outside_torch: int) -> int:
@@ -192,6 +208,27 @@ def profile_step(loaded: LoadedModel, settings: PoolSettings, sample: Sample) ->
     chunk = min(settings.max_num_batched_tokens - num_short, settings.max_model_len)
     rows = [_profile_row(settings, settings.max_model_len, chunk), *[_profile_row(settings, 1, 1)] * num_short]
     Runner(loaded.model, loaded.kernels, kv_cache, sample).step(rows)
+
+
+def profile_graphs(loaded: LoadedModel, settings: PoolSettings) -> None:
+    """Runs each decode step that is going to be recorded, at its largest lengths, over a pool of a single block."""
+    kv_cache = KvCache(loaded.kv_layout(settings.block_size), 1, loaded.kernels, loaded.device, with_scratch=True)
+    kv_cache.fill(0.0)
+
+    def run_once(step: Callable[[], torch.Tensor]) -> Replay:
+        step()
+        return step
+
+    DecodeGraphs(_decode_step(loaded, kv_cache), kv_cache, settings.graph_limits, run_once)
+
+
+def record_decode_steps(loaded: LoadedModel, settings: PoolSettings, kv_cache: KvCache) -> DecodeGraphs:
+    """Records the decode steps over the worker's own pool;."""
+    return DecodeGraphs(_decode_step(loaded, kv_cache), kv_cache, settings.graph_limits, GraphRecorder(loaded.device))
+
+
+def _decode_step(loaded: LoadedModel, kv_cache: KvCache) -> Forward:
+    return lambda batch: loaded.model(batch, kv_cache, loaded.kernels, None)
 
 
 def _profile_row(settings: PoolSettings, num_tokens: int, count: int) -> ScheduledRow:

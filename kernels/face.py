@@ -46,6 +46,9 @@ class Kernels(Protocol):
     """A backend. T: tokens of the batch; H, G: query and KV heads; D: head size."""
 
     name: str
+    capturable: bool
+    """Whether calls can be recorded in a CUDA graph and repeated on other lengths: the kernels take them from the
+    device, and read the host's copies as upper bounds."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """`x / rms(x) * weight` over the last dimension, in float32, rounded to x's dtype before the weight is applied

@@ -29,6 +29,7 @@ class ReferenceKernels:
     """Implements `kernels.face.Kernels`; the contracts are documented there."""
 
     name = "reference"
+    capturable = False
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()

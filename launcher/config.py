@@ -86,6 +86,11 @@ class ServeConfig(Settings):
         group="workers",
         choices=("auto", "reference", "triton"),
     )
+    enforce_eager: bool = setting(
+        False,
+        "On a GPU: launch each kernel of a decode step by itself instead of replaying CUDA graphs.",
+        group="workers",
+    )
     cpu_threads: int | None = setting(
         None,
         "Threads of each worker for computing on a CPU.",

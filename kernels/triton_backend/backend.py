@@ -18,6 +18,7 @@ class TritonKernels:
     """
 
     name = "triton"
+    capturable = True
 
     def __init__(self, architecture: str, attention: AttentionConfigs | None = None) -> None:
         self._architecture = architecture

@@ -115,7 +115,7 @@ _TABLE: Final[Mapping[tuple[str, int], AttentionConfigs]] = MappingProxyType(
 _FLOAT32: Final[Mapping[int, AttentionConfigs]] = MappingProxyType(
     {
         size: AttentionConfigs(
-            DecodeConfig(tile=16, segment=256, num_warps=4, num_stages=1 if size == 256 else 3),
+            DecodeConfig(tile=16, segment=256, num_warps=4 if size == 256 else 2, num_stages=1 if size == 256 else 2),
             PrefillConfig(rows=16, tile=16, num_warps=4, num_stages=1),
             "exact products use no matrix unit: it is there to compare with, on any chip, within 64 KiB",
         )

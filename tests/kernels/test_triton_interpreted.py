@@ -35,7 +35,7 @@ if INTERPRETED:
     def test_decode(shape):
         checks.check_decode(shape, CPU)
 
-    @pytest.mark.parametrize("shape", (*checks.PREFILLS, *checks.CHUNK_OFFSETS), ids=str)
+    @pytest.mark.parametrize("shape", [*checks.PREFILLS, *checks.CHUNK_OFFSETS], ids=str)
     def test_prefill(shape):
         checks.check_prefill(shape, CPU)
 
@@ -65,4 +65,4 @@ if INTERPRETED:
 
     @pytest.mark.parametrize("name", ["smollm2", "mistral", "qwen3"])
     def test_greedy_tokens(name, tmp_path):
-        check_greedy_tokens(name, tmp_path, "cpu", num_new=2)
+        check_greedy_tokens(name, tmp_path, "cpu", num_new=2, padded=name == "mistral")
