@@ -201,13 +201,18 @@ def gpu_kv_budget(total: int, utilization: float, *, peak: int, outside_torch: i
 
 def profile_step(loaded: LoadedModel, settings: PoolSettings, sample: Sample) -> None:
     """One step at full load over a pool of a single block: a chunk at the end of the longest request, beside as many
-    one-token requests as fit. All block tables name that block, so the memory used is real, the numbers are not."""
+    rows of one token as fit, as long. All block tables name that block, so the memory used is real, the numbers are
+    not. With a move of KV, it also has every kernel compiled before the first request."""
     kv_cache = KvCache(loaded.kv_layout(settings.block_size), 1, loaded.kernels, loaded.device)
     kv_cache.fill(0.0)
     num_short = min(settings.max_num_seqs, settings.max_num_batched_tokens) - 1
     chunk = min(settings.max_num_batched_tokens - num_short, settings.max_model_len)
-    rows = [_profile_row(settings, settings.max_model_len, chunk), *[_profile_row(settings, 1, 1)] * num_short]
+    rows = [
+        _profile_row(settings, settings.max_model_len, chunk),
+        *[_profile_row(settings, settings.max_model_len, 1)] * num_short,
+    ]
     Runner(loaded.model, loaded.kernels, kv_cache, sample).step(rows)
+    kv_cache.splice(0, [0], 0, 1, *kv_cache.gather(0, [0], 0, 1))
 
 
 def profile_graphs(loaded: LoadedModel, settings: PoolSettings) -> None:
@@ -223,7 +228,7 @@ def profile_graphs(loaded: LoadedModel, settings: PoolSettings) -> None:
 
 
 def record_decode_steps(loaded: LoadedModel, settings: PoolSettings, kv_cache: KvCache) -> DecodeGraphs:
-    """Records the decode steps over the worker's own pool;."""
+    """Records the decode steps over the worker's own pool."""
     return DecodeGraphs(_decode_step(loaded, kv_cache), kv_cache, settings.graph_limits, GraphRecorder(loaded.device))
 
 

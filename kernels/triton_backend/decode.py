@@ -151,7 +151,8 @@ def _attend_segment(
     return sums / weight[:, None], top + tl.log2(weight)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+# What changes from step to step must not bring a new compilation.
+@triton.jit(do_not_specialize=["num_rows", "stride_table"])
 def paged_decode_kernel(
     output: tl.tensor,
     partial: tl.tensor,

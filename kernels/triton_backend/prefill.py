@@ -83,7 +83,8 @@ def _attend_run(
     return sums, top, weight
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+# What changes from step to step must not bring a new compilation.
+@triton.jit(do_not_specialize=["num_rows", "stride_table"])
 def paged_prefill_kernel(
     output: tl.tensor,
     query: tl.tensor,

@@ -80,14 +80,14 @@ def test_each_loss_is_a_fault(change, fault):
 def test_launches_are_specialised_as_a_call_is():
     """Factors of 16 are known, ones are constants; what changes from step to step is neither."""
     launch = case_of("paged_decode", "sm_90", "bf16 9/3 x 64").launch
-    arguments = {**launch.arguments, "num_rows": 16, "stride_table": 1, "stride_block": 1 << 32, "stride_token": 24}
+    arguments = {**launch.arguments, "num_rows": 16, "stride_query": 1, "stride_block": 1 << 32, "stride_token": 24}
     signature, constants, attributes = _specialise(dataclasses.replace(launch, arguments=arguments))
     names = launch.kernel.arg_names
     aligned = {names[index] for (index,) in attributes}
-    assert (signature["num_rows"], signature["stride_table"], constants["stride_table"]) == ("i32", "constexpr", 1)
+    assert (signature["num_rows"], signature["stride_query"], constants["stride_query"]) == ("i32", "constexpr", 1)
     assert (signature["stride_block"], signature["k_pool"], signature["scale"]) == ("i64", "*bf16", "fp32")
     assert {"k_pool", "stride_block"} <= aligned
-    assert not {"num_rows", "stride_token", "stride_table"} & aligned
+    assert not {"num_rows", "stride_token", "stride_query", "stride_table"} & aligned
 
 
 def test_float32_needs_no_matrix_unit_but_half_precision_does():
