@@ -5,6 +5,7 @@ The interpreter has to be switched on before triton is imported anywhere, so the
 `test_all_checks_pass_in_a_process_of_its_own` starts it, and in there everything else runs.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_all_checks_pass_in_a_process_of_its_own():
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
