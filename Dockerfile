@@ -15,6 +15,8 @@ ENTRYPOINT ["kvsplice"]
 
 FROM base AS worker
 ARG TORCH_INDEX=""
+# Triton builds the module that launches GPU kernels at first use.
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 # The big layer first: it changes with the pinned versions only.
 COPY constraints.txt ./
 RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt torch==2.13.0

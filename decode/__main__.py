@@ -31,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     exit_on_signals()
     with failures_in_one_line(PROG):
         listener = KvListener(config.kv_host, config.kv_port)
-        engine = assemble(config, resolve_model(config.model), config.max_num_seqs)
+        engine = assemble(
+            config, resolve_model(config.model), config.max_num_seqs, record_decode=not config.enforce_eager
+        )
         return build(config, engine, listener).run()
 
 

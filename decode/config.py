@@ -25,6 +25,12 @@ class DecodeConfig(EngineConfig):
         16, "KV of one request that may be on its way at once, in MiB.", group="network", ge=1, le=4096
     )
 
+    enforce_eager: bool = setting(
+        False,
+        "On a GPU: launch each kernel of a decode step by itself instead of replaying CUDA graphs.",
+        group="device",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_private_bind("--kv-host", self.kv_host, self.insecure)

@@ -12,7 +12,14 @@ import torch
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.kv_cache import KvCache
-from engine.loading import LoadedModel, PoolSettings, allocate_kv_cache, load, resolve_max_model_len
+from engine.loading import (
+    LoadedModel,
+    PoolSettings,
+    allocate_kv_cache,
+    load,
+    record_decode_steps,
+    resolve_max_model_len,
+)
 from engine.runner import Runner
 from engine.sampler import Sampler
 from kvtransfer.messages import PROTOCOL_VERSION, Fingerprint, Hello, KvLayout, Limits, Role
@@ -41,8 +48,11 @@ class Engine:
         return self.loaded.eos_token_ids
 
 
-def assemble(config: EngineConfig, model_path: Path, max_num_batched_tokens: int) -> Engine:
-    """Loads the model and takes the memory for its KV pool. Raises EngineError subclasses."""
+def assemble(
+    config: EngineConfig, model_path: Path, max_num_batched_tokens: int, *, record_decode: bool = False
+) -> Engine:
+    """Loads the model and takes the memory for its KV pool. `record_decode`: decode steps run as CUDA graphs, where
+    device and kernels can. Raises EngineError subclasses."""
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     loaded = load(model_path, dtype=config.dtype, device=config.device, kernels=config.kernels)
@@ -55,10 +65,12 @@ def assemble(config: EngineConfig, model_path: Path, max_num_batched_tokens: int
         max_num_seqs=config.max_num_seqs,
         kv_cache_gib=config.kv_cache_gib,
         gpu_memory_utilization=config.gpu_memory_utilization,
+        record_decode=record_decode and loaded.device.type == "cuda" and loaded.kernels.capturable,
     )
     kv_cache = allocate_kv_cache(loaded, settings, sampler)
     pool = BlockPool(kv_cache.num_blocks, config.block_size)
-    runner = Runner(loaded.model, loaded.kernels, kv_cache, sampler)
+    graphs = record_decode_steps(loaded, settings, kv_cache) if settings.record_decode else None
+    runner = Runner(loaded.model, loaded.kernels, kv_cache, sampler, graphs)
     return Engine(loaded, kv_cache, pool, runner, max_model_len)
 
 

@@ -33,14 +33,25 @@ def dtype_named(name: str) -> torch.dtype:
 class KvCache:
     """Allocates the pool and moves token ranges in and out of it. Memory is not touched before it is written."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int, kernels: Kernels, device: torch.device) -> None:
-        """Raises CapacityError if the device cannot give the memory."""
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, kernels: Kernels, device: torch.device, *, with_scratch: bool = False
+    ) -> None:
+        """`with_scratch`: one block more, behind the others, that padding rows write to. Raises CapacityError if the
+        device cannot give the memory."""
         assert num_blocks > 0, num_blocks
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device
+        self._with_scratch = with_scratch
         self._kernels = kernels
-        shape = (layout.num_layers, 2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        shape = (
+            layout.num_layers,
+            2,
+            num_blocks + with_scratch,
+            layout.block_size,
+            layout.num_kv_heads,
+            layout.head_dim,
+        )
         try:
             self._pool = torch.empty(shape, dtype=dtype_named(layout.dtype), device=device)
         except RuntimeError as error:
@@ -52,6 +63,12 @@ class KvCache:
         return self.layout.block_size
 
     @property
+    def scratch_block(self) -> int:
+        """The block that nobody owns."""
+        assert self._with_scratch, "this pool was made without a scratch block"
+        return self.num_blocks
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that fit the whole pool."""
         return self.num_blocks * self.block_size
@@ -61,7 +78,8 @@ class KvCache:
         return self.num_blocks * bytes_per_block(self.layout)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer, each [num_blocks, block_size, num_kv_heads, head_dim]; views of the pool."""
+        """K and V of one layer, each [num_blocks, block_size, num_kv_heads, head_dim] (and the scratch block behind
+        those, if there is one); views of the pool."""
         return self._pool[index, 0], self._pool[index, 1]
 
     def fill(self, value: float) -> None:

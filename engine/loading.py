@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from engine.block_pool import blocks_for
+from engine.cuda_graphs import DecodeGraphs, Forward, GraphLimits, GraphRecorder, Replay
 from engine.errors import CapacityError, DeviceError, ModelError
 from engine.kv_cache import GIB, KvCache, bytes_per_block, dtype_named
 from engine.model import CausalLm
@@ -63,6 +64,11 @@ class PoolSettings:
     max_num_seqs: int
     kv_cache_gib: float
     gpu_memory_utilization: float
+    record_decode: bool = False  # with CUDA graphs; needs a capturable backend on a GPU
+
+    @property
+    def graph_limits(self) -> GraphLimits:
+        return GraphLimits(self.max_num_seqs, self.max_model_len)
 
 
 def load(model_path: Path, *, dtype: str, device: str, kernels: str) -> LoadedModel:
@@ -131,8 +137,9 @@ def allocate_kv_cache(loaded: LoadedModel, settings: PoolSettings, sample: Sampl
     """
     layout = loaded.kv_layout(settings.block_size)
     budget = _cpu_budget(settings) if loaded.device.type == "cpu" else _gpu_budget(loaded, settings, sample)
-    num_blocks = blocks_in(budget, layout, settings.max_model_len)
-    kv_cache = KvCache(layout, num_blocks, loaded.kernels, loaded.device)
+    scratch = settings.record_decode * bytes_per_block(layout)
+    num_blocks = blocks_in(budget - scratch, layout, settings.max_model_len)
+    kv_cache = KvCache(layout, num_blocks, loaded.kernels, loaded.device, with_scratch=settings.record_decode)
     logger.info(
         "KV pool: %d blocks of %d tokens = %d tokens (%.1f GiB), max concurrency at %d tokens: %d",
         num_blocks,
@@ -164,23 +171,38 @@ def _cpu_budget(settings: PoolSettings) -> int:
 
 
 def _gpu_budget(loaded: LoadedModel, settings: PoolSettings, sample: Sample) -> int:
+    """Measures a step at full load, then asks what is left for KV. Graphs have memory of their own."""
+    graphs = (lambda: profile_graphs(loaded, settings)) if settings.record_decode else None
     return measure_gpu_budget(
-        loaded.device, settings.gpu_memory_utilization, lambda: profile_step(loaded, settings, sample)
+        loaded.device, settings.gpu_memory_utilization, lambda: profile_step(loaded, settings, sample), graphs
     )
 
 
-def measure_gpu_budget(device: torch.device, utilization: float, full_step: Callable[[], None]) -> int:
-    """Bytes for KV on a GPU, of which `utilization` is this process's: measures a step at full load, then asks what
-    that leaves. Raises CapacityError if other processes hold too much for this one to get its share."""
-    torch.cuda.reset_peak_memory_stats(device)
-    full_step()
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
+def measure_gpu_budget(
+    device: torch.device,
+    utilization: float,
+    full_step: Callable[[], None],
+    graphs: Callable[[], None] | None = None,
+) -> int:
+    """Bytes for KV on a GPU, of which `utilization` is this process's: measures a step at full load and the recording
+    of `graphs`, then asks what they leave. Raises CapacityError if others hold too much for it to get its share."""
+    peak = _peak_memory(device, full_step)
+    if graphs is not None:
+        weights = torch.cuda.memory_allocated(device)
+        peak += _peak_memory(device, graphs) - weights
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     budget = gpu_kv_budget(total, utilization, peak=peak)
     check_is_free(peak + budget - torch.cuda.memory_reserved(device), free, total, utilization)
     return budget
+
+
+def _peak_memory(device: torch.device, work: Callable[[], None]) -> int:
+    """Most bytes in tensors while `work` runs, those that were there before among them."""
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
 
 
 def gpu_kv_budget(total: int, utilization: float, *, peak: int) -> int:
@@ -208,13 +230,39 @@ def check_is_free(needed: int, free: int, total: int, utilization: float) -> Non
 
 def profile_step(loaded: LoadedModel, settings: PoolSettings, sample: Sample) -> None:
     """One step at full load over a pool of a single block: a chunk at the end of the longest request, beside as many
-    one-token requests as fit. All block tables name that block, so the memory used is real, the numbers are not."""
+    rows of one token as fit, as long. All block tables name that block, so the memory used is real, the numbers are
+    not. With a move of KV, it also has every kernel compiled before the first request."""
     kv_cache = KvCache(loaded.kv_layout(settings.block_size), 1, loaded.kernels, loaded.device)
     kv_cache.fill(0.0)
     num_short = min(settings.max_num_seqs, settings.max_num_batched_tokens) - 1
     chunk = min(settings.max_num_batched_tokens - num_short, settings.max_model_len)
-    rows = [_profile_row(settings, settings.max_model_len, chunk), *[_profile_row(settings, 1, 1)] * num_short]
+    rows = [
+        _profile_row(settings, settings.max_model_len, chunk),
+        *[_profile_row(settings, settings.max_model_len, 1)] * num_short,
+    ]
     Runner(loaded.model, loaded.kernels, kv_cache, sample).step(rows)
+    kv_cache.splice(0, [0], 0, 1, *kv_cache.gather(0, [0], 0, 1))
+
+
+def profile_graphs(loaded: LoadedModel, settings: PoolSettings) -> None:
+    """Runs each decode step that is going to be recorded, at its largest lengths, over a pool of a single block."""
+    kv_cache = KvCache(loaded.kv_layout(settings.block_size), 1, loaded.kernels, loaded.device, with_scratch=True)
+    kv_cache.fill(0.0)
+
+    def run_once(step: Callable[[], torch.Tensor]) -> Replay:
+        step()
+        return step
+
+    DecodeGraphs(_decode_step(loaded, kv_cache), kv_cache, settings.graph_limits, run_once)
+
+
+def record_decode_steps(loaded: LoadedModel, settings: PoolSettings, kv_cache: KvCache) -> DecodeGraphs:
+    """Records the decode steps over the worker's own pool."""
+    return DecodeGraphs(_decode_step(loaded, kv_cache), kv_cache, settings.graph_limits, GraphRecorder(loaded.device))
+
+
+def _decode_step(loaded: LoadedModel, kv_cache: KvCache) -> Forward:
+    return lambda batch: loaded.model(batch, kv_cache, loaded.kernels, None)
 
 
 def _profile_row(settings: PoolSettings, num_tokens: int, count: int) -> ScheduledRow:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from engine.errors import EngineError
-from kernels.select import KernelsError
+from kernels.errors import KernelsError
 from kvtransfer.errors import SettingsError
 from kvtransfer.settings import exit_with
 

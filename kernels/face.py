@@ -46,6 +46,9 @@ class Kernels(Protocol):
     """A backend. T: tokens of the batch; H, G: query and KV heads; D: head size."""
 
     name: str
+    capturable: bool
+    """Whether calls can be recorded in a CUDA graph and repeated on other lengths: the kernels take them from the
+    device, and read the host's copies as upper bounds."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """`x / rms(x) * weight` over the last dimension, in float32, rounded to x's dtype before the weight is applied
@@ -88,8 +91,10 @@ class Kernels(Protocol):
         rows: RaggedRows,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
-        """Attention of rows that have one query each; arguments and result as in `paged_prefill`."""
+        """Attention of rows that have one query each, or one that is to be ignored and a context of no tokens: zeros.
+        Arguments and result as in `paged_prefill`."""
         ...
 
     def paged_prefill(
@@ -100,11 +105,13 @@ class Kernels(Protocol):
         rows: RaggedRows,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """Causal attention of rows with any number of queries over the pool; [T, H, D] like `query`.
 
         The query at position p sees the tokens [0, p], or with a window the last `window` of them, itself included.
         Query head h reads KV head h // (H / G). The keys and values of the queries themselves are in the pool already.
+        With a `softcap` c > 0, a score s (after `scale`) becomes c * tanh(s / c) (Gemma 2, arXiv:2408.00118).
         """
         ...
 

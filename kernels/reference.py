@@ -29,6 +29,7 @@ class ReferenceKernels:
     """Implements `kernels.face.Kernels`; the contracts are documented there."""
 
     name = "reference"
+    capturable = False
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()
@@ -67,6 +68,7 @@ class ReferenceKernels:
         rows: RaggedRows,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         output = torch.empty_like(query)
         num_heads, head_dim = query.shape[1:]
@@ -74,7 +76,7 @@ class ReferenceKernels:
             # The query heads that share a KV head become the queries of one small attention: nothing is repeated.
             grouped = query[index].reshape(1, k_pool.shape[2], -1, head_dim)
             keys, values = _heads_first(row.keys), _heads_first(row.values)
-            attended = F.scaled_dot_product_attention(grouped, keys, values, scale=scale)
+            attended = _attention(grouped, keys, values, None, scale, softcap)
             output[index] = attended.reshape(num_heads, head_dim)
         return output
 
@@ -86,16 +88,17 @@ class ReferenceKernels:
         rows: RaggedRows,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         output = torch.empty_like(query)
         for row in _each_row(k_pool, v_pool, rows, window):
-            attended = F.scaled_dot_product_attention(
+            attended = _attention(
                 _heads_first(query[row.query_begin : row.query_end]),
                 _heads_first(row.keys),
                 _heads_first(row.values),
-                attn_mask=_causal_mask(row, window, query.device),
-                scale=scale,
-                enable_gqa=True,
+                _causal_mask(row, window, query.device),
+                scale,
+                softcap,
             )
             output[row.query_begin : row.query_end] = attended[0].transpose(0, 1)
         return output
@@ -117,6 +120,25 @@ class ReferenceKernels:
         heads = slice(head_start, head_start + key.shape[1])
         k_pool.view(-1, *k_pool.shape[2:])[:, heads].index_copy_(0, slots, key)
         v_pool.view(-1, *v_pool.shape[2:])[:, heads].index_copy_(0, slots, value)
+
+
+def _attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of [1, heads, queries, D] over [1, KV heads, tokens, D]; torch's own has no soft cap."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+    group = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1).float(), values.repeat_interleave(group, 1).float()
+    scores = softcap * torch.tanh(query.float() @ keys.transpose(-1, -2) * (scale / softcap))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return (scores.softmax(-1) @ values).to(query.dtype)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

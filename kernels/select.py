@@ -1,41 +1,71 @@
 """Chooses the backend of a process, once, by name and device.
 
-KernelsError            root of the errors of `kernels`
-└── UnknownBackendError the name is not a backend; says which names are
+A backend is imported only when it is chosen, so that neither triton nor a compiler has to be there.
 """
 
+import logging
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
 import torch
 
+from kernels.errors import UnavailableBackendError, UnknownBackendError
 from kernels.face import Kernels
 from kernels.reference import ReferenceKernels
 
+logger = logging.getLogger(__name__)
+
 AUTO: Final = "auto"
 
-_BACKENDS: Final[Mapping[str, Callable[[], Kernels]]] = MappingProxyType({ReferenceKernels.name: ReferenceKernels})
-_FASTEST: Final[Mapping[str, str]] = MappingProxyType({"cpu": ReferenceKernels.name, "cuda": ReferenceKernels.name})
+
+def _reference(_: torch.device) -> Kernels:
+    return ReferenceKernels()
+
+
+def _triton(device: torch.device) -> Kernels:
+    """Raises UnavailableBackendError without triton, a GPU that it compiles for, or a C compiler: triton builds the
+    little module that launches kernels at first use."""
+    try:
+        from kernels.triton_backend.device import check_device, triton_kernels
+    except ImportError as error:
+        raise UnavailableBackendError(f"triton cannot be imported: {error}") from error
+    if device.type != "cpu" and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise UnavailableBackendError("triton needs a C compiler to launch kernels: install gcc, or name one in $CC")
+    check_device(device)
+    return triton_kernels(device)
+
+
+_BACKENDS: Final[Mapping[str, Callable[[torch.device], Kernels]]] = MappingProxyType(
+    {"reference": _reference, "triton": _triton}
+)
+_BEST_FIRST: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"cpu": ("reference",), "cuda": ("triton", "reference")}
+)
 
 BACKEND_NAMES: Final = (AUTO, *_BACKENDS)
 """What `--kernels` takes."""
 
 
-class KernelsError(Exception):
-    """Root of all errors raised by `kernels`."""
-
-
-class UnknownBackendError(KernelsError):
-    """No backend of that name, or none for that type of device."""
-
-
 def select_kernels(name: str, device: torch.device) -> Kernels:
-    """The backend called `name`; "auto" takes the fastest one for `device`. Raises UnknownBackendError."""
+    """The backend called `name`; "auto" takes the best that runs on `device`, and warns of each better one that does
+    not. Raises UnknownBackendError, or UnavailableBackendError for a backend that was asked for by name."""
     if name == AUTO:
-        if device.type not in _FASTEST:
-            raise UnknownBackendError(f"no kernels for device type {device.type!r}; there are some for {[*_FASTEST]}")
-        name = _FASTEST[device.type]
+        return _best(device)
     if name not in _BACKENDS:
         raise UnknownBackendError(f"unknown kernels {name!r}; choose one of: {', '.join(BACKEND_NAMES)}")
-    return _BACKENDS[name]()
+    return _BACKENDS[name](device)
+
+
+def _best(device: torch.device) -> Kernels:
+    if device.type not in _BEST_FIRST:
+        raise UnknownBackendError(f"no kernels for device type {device.type!r}; there are some for {[*_BEST_FIRST]}")
+    *better, last = _BEST_FIRST[device.type]
+    for name in better:
+        try:
+            return _BACKENDS[name](device)
+        except UnavailableBackendError as error:
+            logger.warning("no %s kernels, so every step will be several times slower: %s", name, error)
+    return _BACKENDS[last](device)

@@ -96,7 +96,15 @@ class ServeConfig(Settings):
         choices=("auto", "cpu", "cuda"),
     )
     kernels: str = setting(
-        "auto", "Kernel backend; auto takes the best for the device.", group="workers", choices=("auto", "reference")
+        "auto",
+        "Kernel backend; auto takes the best for the device.",
+        group="workers",
+        choices=("auto", "reference", "triton"),
+    )
+    enforce_eager: bool = setting(
+        False,
+        "On a GPU: launch each kernel of a decode step by itself instead of replaying CUDA graphs.",
+        group="workers",
     )
     cpu_threads: int | None = setting(
         None,
