@@ -19,7 +19,7 @@ from torch import nn
 from engine.batch import Batch
 from engine.kv_cache import KvCache
 from engine.model_config import ModelConfig
-from kernels.face import Kernels
+from kernels.face import Kernels, PreparedLinear
 
 OnLayer = Callable[[int], None]
 """Called with the layer's index as soon as the batch's K and V of that layer are in the pool."""
@@ -31,15 +31,23 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """x @ weight.T + bias; weight: [out_features, in_features]."""
+    """x @ weight.T + bias; weight: [out_features, in_features]. Runs once `prepare` has been called."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__()
         self.weight = _parameter(out_features, in_features)
         self.bias = _parameter(out_features) if bias else None
+        self._product: PreparedLinear | None = None
+
+    def prepare(self, kernels: Kernels) -> None:
+        """Hands the loaded weight to the backend, which lays it out as it likes, and lets go of it."""
+        assert self._product is None, "prepared already"
+        self._product = kernels.prepare_linear(self.weight, self.bias)
+        del self.weight, self.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        assert self._product is not None, "prepare comes before the first forward"
+        return self._product(x)
 
 
 class RmsNorm(nn.Module):
@@ -154,7 +162,8 @@ class DecoderLayer(nn.Module):
 
 
 class CausalLm(nn.Module):
-    """Token ids in, logits out. Made by `allocate`; `weights.load_weights` fills the parameters."""
+    """Token ids in, logits out. Made by `allocate`; `weights.load_weights` fills the parameters; `prepare` hands them
+    to the kernels."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -164,6 +173,7 @@ class CausalLm(nn.Module):
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tied_embeddings else _parameter(config.vocab_size, config.hidden_size)
         self.inverse_frequencies = torch.empty(0)  # [head_dim / 2] float32 once allocated
+        self._head: PreparedLinear | None = None
 
     @classmethod
     def allocate(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> "CausalLm":
@@ -174,8 +184,18 @@ class CausalLm(nn.Module):
         model.inverse_frequencies = config.inverse_frequencies().to(device)
         return model
 
+    def prepare(self, kernels: Kernels) -> None:
+        """Lays out the loaded weights for the backend, one at a time: a packed one replaces the parameter. Only a tied
+        embedding may then be held twice, once to look tokens up and once as the output layer."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.prepare(kernels)
+        self._head = kernels.prepare_linear(self.embedding if self.lm_head is None else self.lm_head, None, wide=True)
+        self.lm_head = None
+
     def forward(self, batch: Batch, kv_cache: KvCache, kernels: Kernels, on_layer: OnLayer | None) -> torch.Tensor:
         """Logits [S, vocab_size] float32 of the batch's `sample_tokens`; writes the K and V of all tokens."""
+        assert self._head is not None, "prepare comes before the first forward"
         angles = batch.positions.float().unsqueeze(1) * self.inverse_frequencies
         context = ForwardContext(batch, kv_cache, kernels, angles.cos(), angles.sin(), on_layer)
         hidden = F.embedding(batch.token_ids, self.embedding)
@@ -183,4 +203,4 @@ class CausalLm(nn.Module):
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, context)
         normed, _ = self.norm.add(hidden[batch.sample_tokens], residual[batch.sample_tokens], kernels)
-        return F.linear(normed, self.embedding if self.lm_head is None else self.lm_head).float()
+        return self._head(normed)

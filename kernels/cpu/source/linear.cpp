@@ -1,0 +1,99 @@
+// Linear layers over weights packed once: x @ weight.T + bias for bfloat16, sums in float.
+//
+//   weight  [n, k] row-major   ->   packed  [ceil(n / 32), k / 2, 32, 2], columns past n filled with zeros
+//
+// Every row of x is multiplied in the same order whatever rows are beside it, so a row's bits do not depend on its
+// batch or on the number of threads.
+#include "panels.h"
+
+namespace kvsplice {
+
+constexpr i64 kChunk = 96;  // rows that share a panel while it is in the cache nearest to the core
+
+#if defined(KVSPLICE_DOT_BF16)
+
+struct Linear {
+    const bf16* x;
+    i64 x_stride;
+    const bf16* packed;
+    const bf16* bias;  // or null
+    i64 n, k;
+};
+
+template <int ROWS, class Out>
+static inline void store(const Accumulators<ROWS>& acc, const Linear& linear, i64 column, Out* out) {
+    const int width = int(linear.n - column < kPanel ? linear.n - column : kPanel);
+    float shift[kPanel] = {};
+    if (linear.bias) {
+        for (int i = 0; i < width; ++i) shift[i] = widen(linear.bias[column + i]);
+    }
+    for (int row = 0; row < ROWS; ++row) {
+        float line[kPanel];
+        Out rounded[kPanel];
+        std::memcpy(line, acc[row], sizeof(line));
+        for (int i = 0; i < kPanel; ++i) line[i] += shift[i];
+        narrow_panel(line, rounded);
+        Out* to = out + row * linear.n + column;
+        if (width == kPanel) {
+            std::memcpy(to, rounded, sizeof(rounded));
+        } else {
+            std::memcpy(to, rounded, width * sizeof(Out));
+        }
+    }
+}
+
+template <class Out>
+static void multiply_rows(const Linear& linear, i64 begin, i64 end, i64 panel, Out* out) {
+    const bf16* weights = linear.packed + panel * linear.k * kPanel;
+    each_block(end - begin, [&](i64 first, auto height) {
+        Accumulators<height> acc = {};
+        const i64 row = begin + first;
+        multiply<height>(acc, linear.x + row * linear.x_stride, linear.x_stride, weights, linear.k / 2);
+        store<height>(acc, linear, panel * kPanel, out + row * linear.n);
+    });
+}
+
+template <class Out>
+static void run(const Linear& linear, i64 rows, Out* out, int threads) {
+    const i64 panels = (linear.n + kPanel - 1) / kPanel, chunks = (rows + kChunk - 1) / kChunk;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 item = 0; item < panels * chunks; ++item) {
+        const i64 panel = item / chunks, chunk = item % chunks;
+        multiply_rows(linear, rows * chunk / chunks, rows * (chunk + 1) / chunks, panel, out);
+    }
+}
+
+#endif
+
+}  // namespace kvsplice
+
+using namespace kvsplice;
+
+extern "C" int kvsplice_has_linear() { return kDotBf16; }
+
+#if defined(KVSPLICE_DOT_BF16)
+
+extern "C" void kvsplice_pack(const bf16* weight, i64 n, i64 k, bf16* packed, int threads) {
+    const i64 panels = (n + kPanel - 1) / kPanel;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (i64 panel = 0; panel < panels; ++panel) {
+        std::uint32_t* target = (std::uint32_t*)(packed + panel * k * kPanel);
+        for (int column = 0; column < kPanel; ++column) {
+            const i64 row = panel * kPanel + column;
+            const std::uint32_t* source = (const std::uint32_t*)(weight + row * k);
+            for (i64 pair = 0; pair < k / 2; ++pair) target[pair * kPanel + column] = row < n ? source[pair] : 0u;
+        }
+    }
+}
+
+extern "C" void kvsplice_linear(const bf16* x, i64 rows, i64 x_stride, const bf16* packed, const bf16* bias, i64 n,
+                                i64 k, void* out, int wide, int threads) {
+    const Linear linear{x, x_stride, packed, bias, n, k};
+    if (wide) {
+        run(linear, rows, (float*)out, threads);
+    } else {
+        run(linear, rows, (bf16*)out, threads);
+    }
+}
+
+#endif
