@@ -42,14 +42,28 @@ static inline void store(const Accumulators<ROWS>& acc, const Linear& linear, i6
     }
 }
 
+// One panel for a few rows. Meanwhile the next panel is asked for: all of it by the only block of rows, or one half
+// each by the first two. With many rows the products take longer than memory does, and nothing is asked for.
 template <class Out>
-static void multiply_rows(const Linear& linear, i64 begin, i64 end, i64 panel, Out* out) {
-    const bf16* weights = linear.packed + panel * linear.k * kPanel;
+static void multiply_rows(const Linear& linear, i64 begin, i64 end, i64 panel, bool few, Out* out) {
+    const i64 size = linear.k * kPanel;
+    const bf16* weights = linear.packed + panel * size;
+    const i64 blocks = few ? blocks_of(end - begin) : 0;
+    i64 block = 0;
     each_block(end - begin, [&](i64 first, auto height) {
         Accumulators<height> acc = {};
         const i64 row = begin + first;
-        multiply<height>(acc, linear.x + row * linear.x_stride, linear.x_stride, weights, linear.k / 2);
+        const bf16* x = linear.x + row * linear.x_stride;
+        if (blocks == 1) {
+            multiply<height, 2>(acc, x, linear.x_stride, weights, linear.k / 2, (const char*)(weights + size));
+        } else if (block < 2 && blocks > 1) {
+            const char* half = (const char*)(weights + size + block * size / 2);
+            multiply<height, 1>(acc, x, linear.x_stride, weights, linear.k / 2, half);
+        } else {
+            multiply<height>(acc, x, linear.x_stride, weights, linear.k / 2);
+        }
         store<height>(acc, linear, panel * kPanel, out + row * linear.n);
+        ++block;
     });
 }
 
@@ -59,7 +73,7 @@ static void run(const Linear& linear, i64 rows, Out* out, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (i64 item = 0; item < panels * chunks; ++item) {
         const i64 panel = item / chunks, chunk = item % chunks;
-        multiply_rows(linear, rows * chunk / chunks, rows * (chunk + 1) / chunks, panel, out);
+        multiply_rows(linear, rows * chunk / chunks, rows * (chunk + 1) / chunks, panel, chunks == 1, out);
     }
 }
 

@@ -60,9 +60,14 @@ static inline void multiply(Accumulators<ROWS>& acc, const float* x, i64 stride,
 }
 
 #if defined(KVSPLICE_DOT_BF16)
-template <int ROWS>
-static inline void multiply(Accumulators<ROWS>& acc, const bf16* x, i64 stride, const bf16* panel, i64 steps) {
+// On the way it asks for AHEAD cache lines a step, beginning at `ahead`: what is to be read next comes from memory
+// while the registers are busy.
+template <int ROWS, int AHEAD = 0>
+static inline void multiply(Accumulators<ROWS>& acc, const bf16* x, i64 stride, const bf16* panel, i64 steps,
+                            const char* ahead = nullptr) {
     for (i64 step = 0; step < steps; ++step, panel += 2 * kPanel) {
+#pragma GCC unroll 2
+        for (int line = 0; line < AHEAD; ++line) _mm_prefetch(ahead + (step * AHEAD + line) * 64, _MM_HINT_T1);
         const __m512bh left = (__m512bh)_mm512_load_si512(panel);
         const __m512bh right = (__m512bh)_mm512_load_si512(panel + kPanel);
 #pragma GCC unroll 12
@@ -103,10 +108,12 @@ static inline void with_rows(int rows, F&& f) {
     }
 }
 
+static inline i64 blocks_of(i64 rows) { return (rows + kMaxRows - 1) / kMaxRows; }
+
 // Calls f(first row, integral_constant<int, rows>) for blocks of nearly equal height: 16 rows are 8 + 8, not 12 + 4.
 template <class F>
 static inline void each_block(i64 rows, F&& f) {
-    const i64 blocks = (rows + kMaxRows - 1) / kMaxRows;
+    const i64 blocks = blocks_of(rows);
     for (i64 block = 0; block < blocks; ++block) {
         const i64 first = rows * block / blocks;
         const int height = int(rows * (block + 1) / blocks - first);
