@@ -21,18 +21,16 @@ struct Linear {
 };
 
 template <int ROWS, class Out>
-static inline void store(const Accumulators<ROWS>& acc, const Linear& linear, i64 column, Out* out) {
+static inline void store_block(const Accumulators<ROWS>& acc, const Linear& linear, i64 column, Out* out) {
     const int width = int(linear.n - column < kPanel ? linear.n - column : kPanel);
     float shift[kPanel] = {};
     if (linear.bias) {
         for (int i = 0; i < width; ++i) shift[i] = widen(linear.bias[column + i]);
     }
     for (int row = 0; row < ROWS; ++row) {
-        float line[kPanel];
         Out rounded[kPanel];
-        std::memcpy(line, acc[row], sizeof(line));
-        for (int i = 0; i < kPanel; ++i) line[i] += shift[i];
-        narrow_panel(line, rounded);
+        store(acc[row][0] + load(shift), rounded);
+        store(acc[row][1] + load(shift + 16), rounded + 16);
         Out* to = out + row * linear.n + column;
         if (width == kPanel) {
             std::memcpy(to, rounded, sizeof(rounded));
@@ -54,15 +52,20 @@ static void multiply_rows(const Linear& linear, i64 begin, i64 end, i64 panel, b
         Accumulators<height> acc = {};
         const i64 row = begin + first;
         const bf16* x = linear.x + row * linear.x_stride;
+        const char* next = (const char*)(weights + size);
         if (blocks == 1) {
-            multiply<height, 2>(acc, x, linear.x_stride, weights, linear.k / 2, (const char*)(weights + size));
+            multiply<height>(acc, x, linear.x_stride, weights, linear.k / 2, [next](i64 step) {
+                __builtin_prefetch(next + step * 128, 0, 2);
+                __builtin_prefetch(next + step * 128 + 64, 0, 2);
+            });
         } else if (block < 2 && blocks > 1) {
-            const char* half = (const char*)(weights + size + block * size / 2);
-            multiply<height, 1>(acc, x, linear.x_stride, weights, linear.k / 2, half);
+            next += block * size;  // half of the panel's bytes
+            multiply<height>(acc, x, linear.x_stride, weights, linear.k / 2,
+                             [next](i64 step) { __builtin_prefetch(next + step * 64, 0, 2); });
         } else {
             multiply<height>(acc, x, linear.x_stride, weights, linear.k / 2);
         }
-        store<height>(acc, linear, panel * kPanel, out + row * linear.n);
+        store_block<height>(acc, linear, panel * kPanel, out + row * linear.n);
         ++block;
     });
 }

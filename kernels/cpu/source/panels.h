@@ -10,10 +10,7 @@
 
 #include <type_traits>
 
-#include "common.h"
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 namespace kvsplice {
 
@@ -24,8 +21,7 @@ constexpr int kMaxRows = 12;
 constexpr int kMaxRows = 2;
 #endif
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define KVSPLICE_DOT_BF16 1
+#if defined(KVSPLICE_DOT_BF16)
 constexpr bool kDotBf16 = true;
 #else
 constexpr bool kDotBf16 = false;
@@ -38,15 +34,20 @@ using Operand = std::conditional_t<kDotBf16, T, float>;
 template <class X>
 constexpr int kPair = std::is_same_v<X, bf16> ? 2 : 1;
 
-typedef float v16 __attribute__((vector_size(64)));
-
 template <int ROWS>
 using Accumulators = v16[ROWS][2];
 
-// acc += x[:, :steps] @ panel
-template <int ROWS>
-static inline void multiply(Accumulators<ROWS>& acc, const float* x, i64 stride, const float* panel, i64 steps) {
+struct AskForNothing {
+    void operator()(i64) const {}
+};
+
+// acc += x[:, :steps * kPair] @ panel. Calls ask(step) on the way, which may have the CPU fetch what is needed next: it
+// comes from memory while the registers are busy. (A burst of prefetches in one place is mostly dropped.)
+template <int ROWS, class Ask = AskForNothing>
+static inline void multiply(Accumulators<ROWS>& acc, const float* x, i64 stride, const float* panel, i64 steps,
+                            Ask ask = {}) {
     for (i64 step = 0; step < steps; ++step, panel += kPanel) {
+        ask(step);
         v16 left, right;
         std::memcpy(&left, panel, sizeof(v16));
         std::memcpy(&right, panel + 16, sizeof(v16));
@@ -60,14 +61,11 @@ static inline void multiply(Accumulators<ROWS>& acc, const float* x, i64 stride,
 }
 
 #if defined(KVSPLICE_DOT_BF16)
-// On the way it asks for AHEAD cache lines a step, beginning at `ahead`: what is to be read next comes from memory
-// while the registers are busy.
-template <int ROWS, int AHEAD = 0>
+template <int ROWS, class Ask = AskForNothing>
 static inline void multiply(Accumulators<ROWS>& acc, const bf16* x, i64 stride, const bf16* panel, i64 steps,
-                            const char* ahead = nullptr) {
+                            Ask ask = {}) {
     for (i64 step = 0; step < steps; ++step, panel += 2 * kPanel) {
-#pragma GCC unroll 2
-        for (int line = 0; line < AHEAD; ++line) _mm_prefetch(ahead + (step * AHEAD + line) * 64, _MM_HINT_T1);
+        ask(step);
         const __m512bh left = (__m512bh)_mm512_load_si512(panel);
         const __m512bh right = (__m512bh)_mm512_load_si512(panel + kPanel);
 #pragma GCC unroll 12
@@ -79,22 +77,6 @@ static inline void multiply(Accumulators<ROWS>& acc, const bf16* x, i64 stride, 
             acc[row][1] = (v16)_mm512_dpbf16_ps((__m512)acc[row][1], right, factor);
         }
     }
-}
-#endif
-
-// 32 numbers rounded to what they are stored as.
-template <class Out>
-static inline void narrow_panel(const float* line, Out* out) {
-    Out rounded[kPanel];
-    for (int i = 0; i < kPanel; ++i) rounded[i] = narrow<Out>(line[i]);
-    std::memcpy(out, rounded, sizeof(rounded));
-}
-
-#if defined(KVSPLICE_DOT_BF16)
-template <>
-inline void narrow_panel(const float* line, bf16* out) {
-    const __m512bh rounded = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(line + 16), _mm512_loadu_ps(line));
-    std::memcpy(out, &rounded, sizeof(rounded));
 }
 #endif
 

@@ -1,7 +1,7 @@
 // Operators on single tokens: norms, the activation, rotary embedding, and moving K and V in and out of a pool.
 #include <cmath>
 
-#include "common.h"
+#include "vectors.h"
 
 namespace kvsplice {
 
@@ -34,17 +34,27 @@ static void rms_norm(const T* x, const T* residual, const T* weight, T* total, T
     }
 }
 
+static inline v16 silu(v16 x) {
+    const v16 power = larger(splat(-126.0f), smaller(splat(127.0f), x * -kLog2E));
+    return x / (exp2_of<6>(power) + 1.0f);
+}
+
 // out[t] = silu(gate_up[t, :size]) * gate_up[t, size:], in float, rounded once.
 template <class T>
 static void silu_mul(const T* gate_up, T* out, i64 tokens, i64 size, int threads) {
 #pragma omp parallel for num_threads(threads_for(tokens * size, threads)) schedule(static)
     for (i64 token = 0; token < tokens; ++token) {
         const T* gate = gate_up + token * 2 * size;
-        const T* up = gate + size;
         T* to = out + token * size;
-        for (i64 i = 0; i < size; ++i) {
-            const float g = widen(gate[i]);
-            to[i] = narrow<T>(g / (1.0f + exp2_of(-g * kLog2E)) * widen(up[i]));
+        i64 i = 0;
+        for (; i + 16 <= size; i += 16) store(silu(load(gate + i)) * load(gate + size + i), to + i);
+        if (i < size) {
+            const i64 bytes = (size - i) * sizeof(T);
+            T last_gate[16] = {}, last_up[16] = {}, last[16];
+            std::memcpy(last_gate, gate + i, bytes);
+            std::memcpy(last_up, gate + size + i, bytes);
+            store(silu(load(last_gate)) * load(last_up), last);
+            std::memcpy(to + i, last, bytes);
         }
     }
 }

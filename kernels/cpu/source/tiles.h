@@ -12,22 +12,58 @@ namespace kvsplice {
 
 constexpr int kTile = 128;  // tokens
 
-// Where the tokens [begin, end) of a row lie, within the tile that starts at token `first`; all others of the tile are
-// at `nothing`, a token of zeros. Offsets are 64-bit: a pool may hold more than 2**31 numbers.
+// Where the tokens [begin, end) of a row lie, within their tile; all others of the tile are at `nothing`, a token of
+// zeros. Offsets are 64-bit: a pool may hold more than 2**31 numbers.
 template <class T>
 struct TokenPointers {
     const T* at[kTile];
-    int count;  // up to the last token wanted, rounded up to whole panels
+    int from, to;  // the tokens wanted, counted from the first of the tile
+    int count;     // `to`, rounded up to whole panels
 
-    TokenPointers(const T* pool, const std::int32_t* table, i64 block_size, i64 token_size, i64 first, i64 begin,
-                  i64 end, const T* nothing)
-        : count(int((end - first + kPanel - 1) / kPanel * kPanel)) {
-        for (int i = 0; i < count; ++i) at[i] = nothing;
+    void find(const T* pool, const std::int32_t* table, i64 block_size, i64 token_size, i64 begin, i64 end,
+              const T* nothing) {
+        const i64 first = begin / kTile * kTile;
+        limit(int(begin - first), int(end - first), nothing);
         i64 block = begin / block_size, offset = begin % block_size;
-        for (i64 token = begin; token < end; ++token) {
-            at[token - first] = pool + (i64(table[block]) * block_size + offset) * token_size;
-            if (++offset == block_size) ++block, offset = 0;
+        for (i64 token = begin; token < end; ++block, offset = 0) {
+            const i64 stop = token + block_size - offset < end ? token + block_size - offset : end;
+            const T* place = pool + (i64(table[block]) * block_size + offset) * token_size;
+            for (; token < stop; ++token, place += token_size) at[token - first] = place;
         }
+    }
+
+    // The same tokens in another pool or at another head: `distance` numbers further on.
+    void shift(const TokenPointers& other, i64 distance, const T* nothing) {
+        limit(other.from, other.to, nothing);
+        for (int i = from; i < to; ++i) at[i] = other.at[i] + distance;
+    }
+
+   private:
+    void limit(int first, int last, const T* nothing) {
+        from = first, to = last, count = (last + kPanel - 1) / kPanel * kPanel;
+        for (int i = 0; i < from; ++i) at[i] = nothing;
+        for (int i = to; i < count; ++i) at[i] = nothing;
+    }
+};
+
+// Cache lines that will be needed, asked for a few at a time while something else is computed: they come from memory
+// meanwhile, where a burst of prefetches would mostly be dropped.
+struct Wishes {
+    const char** lines = nullptr;
+    i64 next = 0, count = 0;
+
+    // The next `wanted` lines, or null if there are not so many left.
+    const char* const* take(i64 wanted) {
+        if (next + wanted > count) return nullptr;
+        next += wanted;
+        return lines + next - wanted;
+    }
+
+    template <int WANTED>
+    inline __attribute__((always_inline)) void ask() {  // inlined: GCC drops calls whose only effect is a prefetch
+        const char* const* some = take(WANTED);
+        if (!some) return;
+        for (int i = 0; i < WANTED; ++i) __builtin_prefetch(some[i]);
     }
 };
 
@@ -58,17 +94,22 @@ static inline void transpose_16(const std::int32_t* const* source, i64 first, in
         a[j] = _mm512_shuffle_i32x4(b[j], b[j + 8], 0x88);
         a[j + 8] = _mm512_shuffle_i32x4(b[j], b[j + 8], 0xdd);
     }
-    for (int unit = 0; unit < 16; ++unit) {
-        if (unit < units) _mm512_store_si512(target + unit * kPanel, a[unit]);
+    if (units == 16) {
+        for (int unit = 0; unit < 16; ++unit) _mm512_store_si512(target + unit * kPanel, a[unit]);
+    } else {
+        for (int unit = 0; unit < 16; ++unit) {
+            if (unit < units) _mm512_store_si512(target + unit * kPanel, a[unit]);
+        }
     }
 }
 
 template <class T>
-static inline void pack_keys_32bit(const TokenPointers<T>& tokens, int units, std::int32_t* target) {
+static inline void pack_keys_32bit(const TokenPointers<T>& tokens, int units, std::int32_t* target, Wishes& wishes) {
     for (int token = 0; token < tokens.count; token += 16) {
         std::int32_t* column = target + token / kPanel * units * kPanel + token % kPanel;
         for (int unit = 0; unit < units; unit += 16) {
             const int width = units - unit < 16 ? units - unit : 16;
+            wishes.ask<8>();
             transpose_16((const std::int32_t* const*)(tokens.at + token), unit, width, column + unit * kPanel);
         }
     }
@@ -77,10 +118,10 @@ static inline void pack_keys_32bit(const TokenPointers<T>& tokens, int units, st
 #endif
 
 template <class T, class X>
-static void pack_keys(const TokenPointers<T>& tokens, i64 head_dim, X* target) {
+static void pack_keys(const TokenPointers<T>& tokens, i64 head_dim, X* target, [[maybe_unused]] Wishes& wishes) {
 #if defined(__AVX512F__)
     if constexpr (std::is_same_v<T, X>) {
-        pack_keys_32bit(tokens, int(head_dim / kPair<X>), (std::int32_t*)target);
+        pack_keys_32bit(tokens, int(head_dim / kPair<X>), (std::int32_t*)target, wishes);
         return;
     }
 #endif
@@ -109,7 +150,7 @@ static void pack_values_generic(const TokenPointers<T>& tokens, i64 head_dim, X*
 }
 
 template <class T, class X>
-static void pack_values(const TokenPointers<T>& tokens, i64 head_dim, X* target) {
+static void pack_values(const TokenPointers<T>& tokens, i64 head_dim, X* target, Wishes&) {
     pack_values_generic(tokens, head_dim, target);
 }
 
@@ -117,7 +158,7 @@ static void pack_values(const TokenPointers<T>& tokens, i64 head_dim, X* target)
 
 // Two tokens at a time, their columns interleaved.
 template <>
-void pack_values(const TokenPointers<bf16>& tokens, i64 head_dim, bf16* target) {
+void pack_values(const TokenPointers<bf16>& tokens, i64 head_dim, bf16* target, Wishes& wishes) {
     alignas(64) static constexpr std::uint16_t kFront[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                              8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
     const __m512i front = _mm512_load_si512(kFront);
@@ -127,6 +168,7 @@ void pack_values(const TokenPointers<bf16>& tokens, i64 head_dim, bf16* target) 
         const __mmask32 wanted = __mmask32((std::uint64_t(1) << width) - 1);
         bf16* line = target + first * kTile;
         for (int token = 0; token < tokens.count; token += 2, line += 2 * kPanel) {
+            wishes.ask<1>();
             const __m512i even = _mm512_maskz_loadu_epi16(wanted, tokens.at[token] + first);
             const __m512i odd = _mm512_maskz_loadu_epi16(wanted, tokens.at[token + 1] + first);
             _mm512_store_si512(line, _mm512_permutex2var_epi16(even, front, odd));
