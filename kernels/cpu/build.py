@@ -29,6 +29,7 @@ _FLAGS: Final = (
     "-fopenmp",
     "-shared",
     "-fPIC",
+    "-fno-semantic-interposition",  # our functions call each other directly
     "-fno-math-errno",  # lets sqrt be one instruction; neither flag changes a result
     "-fno-trapping-math",  # lets comparisons be masks
     "-fno-strict-aliasing",  # pairs of bfloat16 move as 32-bit units

@@ -121,19 +121,13 @@ class Worker {
     void load_queries() {
         for (i64 line = 0; line < all_lines(); ++line) {
             const T* from = source(line);
-            for (i64 i = 0; i < p.head_dim; ++i) query[line * p.head_dim + i] = convert(from[i]);
+            for (i64 i = 0; i < p.head_dim; i += 16) {
+                store_some(load_some(from + i, p.head_dim - i), query + line * p.head_dim + i, p.head_dim - i);
+            }
         }
         std::fill(output, output + all_lines() * width, 0.0f);
         std::fill(peaks, peaks + all_lines(), kUnseen);
         std::fill(sums, sums + all_lines(), 0.0f);
-    }
-
-    static X convert(T value) {
-        if constexpr (std::is_same_v<T, X>) {
-            return value;
-        } else {
-            return widen(value);
-        }
     }
 
     void find(TokenPointers<T>& found, const Item& of, i64 begin, i64 end) const {
@@ -260,7 +254,8 @@ class Worker {
         for (i64 line = 0; line < all_lines(); ++line) {
             T* to = p.out + (source(line) - p.query);
             const float factor = 1.0f / sums[line];
-            for (i64 i = 0; i < p.head_dim; ++i) to[i] = narrow<T>(output[line * width + i] * factor);
+            const float* from = output + line * width;
+            for (i64 i = 0; i < p.head_dim; i += 16) store_some(load(from + i) * factor, to + i, p.head_dim - i);
         }
     }
 
@@ -351,11 +346,13 @@ static void merge(const Problem<T>& p, const Merge& merge, const Partials& parti
             const float factor = exp2_of((partials.peaks(i)[line] - peak) * p.scale * kLog2E);
             const float* part = partials.output(i) + line * width;
             sum += partials.sums(i)[line] * factor;
-            for (i64 j = 0; j < width; ++j) total[j] = part[j] * factor + (i == merge.first ? 0.0f : total[j]);
+            for (i64 j = 0; j < width; j += 16) {
+                store(load(part + j) * factor + (i == merge.first ? v16{} : load(total + j)), total + j);
+            }
         }
         const i64 token = p.query_start[merge.row];
         T* to = p.out + (token * p.heads + line) * p.head_dim;
-        for (i64 j = 0; j < p.head_dim; ++j) to[j] = narrow<T>(total[j] / sum);
+        for (i64 j = 0; j < p.head_dim; j += 16) store_some(load(total + j) * (1.0f / sum), to + j, p.head_dim - j);
     }
 }
 

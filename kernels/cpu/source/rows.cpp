@@ -18,18 +18,21 @@ static void rms_norm(const T* x, const T* residual, const T* weight, T* total, T
 #pragma omp parallel for num_threads(threads_for(count * size, threads)) schedule(static)
     for (i64 row = 0; row < count; ++row) {
         const T* from = x + row / rows.inner * rows.outer_stride + row % rows.inner * rows.inner_stride;
-        if (residual) {
-            T* sum = total + row * size;
-            for (i64 i = 0; i < size; ++i) sum[i] = narrow<T>(widen(from[i]) + widen(residual[row * size + i]));
-            from = sum;
+        v16 squares = {};
+        T* sum = residual ? total + row * size : nullptr;
+        for (i64 i = 0; i < size; i += 16) {
+            v16 value = load_some(from + i, size - i);
+            if (residual) {
+                value = rounded<T>(value + load_some(residual + row * size + i, size - i));
+                store_some(value, sum + i, size - i);
+            }
+            squares += value * value;
         }
-        float squares = 0.0f;
-#pragma omp simd reduction(+ : squares)
-        for (i64 i = 0; i < size; ++i) squares += widen(from[i]) * widen(from[i]);
-        const float factor = 1.0f / std::sqrt(squares / float(size) + eps);
-        T* to = out + row * size;
-        for (i64 i = 0; i < size; ++i) {
-            to[i] = narrow<T>(widen(weight[i]) * widen(narrow<T>(widen(from[i]) * factor)));
+        const float factor = 1.0f / std::sqrt(sum_of(squares) / float(size) + eps);
+        if (residual) from = sum;
+        for (i64 i = 0; i < size; i += 16) {
+            const v16 normed = rounded<T>(load_some(from + i, size - i) * factor);
+            store_some(normed * load_some(weight + i, size - i), out + row * size + i, size - i);
         }
     }
 }
@@ -46,15 +49,9 @@ static void silu_mul(const T* gate_up, T* out, i64 tokens, i64 size, int threads
     for (i64 token = 0; token < tokens; ++token) {
         const T* gate = gate_up + token * 2 * size;
         T* to = out + token * size;
-        i64 i = 0;
-        for (; i + 16 <= size; i += 16) store(silu(load(gate + i)) * load(gate + size + i), to + i);
-        if (i < size) {
-            const i64 bytes = (size - i) * sizeof(T);
-            T last_gate[16] = {}, last_up[16] = {}, last[16];
-            std::memcpy(last_gate, gate + i, bytes);
-            std::memcpy(last_up, gate + size + i, bytes);
-            store(silu(load(last_gate)) * load(last_up), last);
-            std::memcpy(to + i, last, bytes);
+        for (i64 i = 0; i < size; i += 16) {
+            const v16 up = load_some(gate + size + i, size - i);
+            store_some(silu(load_some(gate + i, size - i)) * up, to + i, size - i);
         }
     }
 }
@@ -63,10 +60,12 @@ static void silu_mul(const T* gate_up, T* out, i64 tokens, i64 size, int threads
 template <class T>
 static inline void rotate(const T* x, T* out, i64 heads, i64 half, const float* cos, const float* sin) {
     for (i64 head = 0; head < heads; ++head, x += 2 * half, out += 2 * half) {
-        for (i64 i = 0; i < half; ++i) {
-            const float front = widen(x[i]), back = widen(x[i + half]);
-            out[i] = narrow<T>(front * cos[i] - back * sin[i]);
-            out[i + half] = narrow<T>(back * cos[i] + front * sin[i]);
+        for (i64 i = 0; i < half; i += 16) {
+            const i64 left = half - i;
+            const v16 front = load_some(x + i, left), back = load_some(x + half + i, left);
+            const v16 c = load_some(cos + i, left), s = load_some(sin + i, left);
+            store_some(front * c - back * s, out + i, left);
+            store_some(back * c + front * s, out + half + i, left);
         }
     }
 }

@@ -62,22 +62,54 @@ static inline v16 larger(v16 a, v16 b) {
 static inline v16 smaller(v16 a, v16 b) { return -larger(-a, -b); }
 
 static inline float sum_of(v16 value) {
-    float lanes[16], total = 0.0f;
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)value);
+#else
+    float lanes[16];
     store(value, lanes);
     for (int width = 8; width > 0; width /= 2) {
         for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
     }
-    total = lanes[0];
-    return total;
+    return lanes[0];
+#endif
 }
 
 static inline float largest_of(v16 value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)value);
+#else
     float lanes[16];
     store(value, lanes);
     for (int width = 8; width > 0; width /= 2) {
         for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
     }
     return lanes[0];
+#endif
+}
+
+// Up to 16 numbers, as many as are left; lanes without one are 0.
+template <class T>
+static inline v16 load_some(const T* from, i64 left) {
+    if (left >= 16) return load(from);
+    T lanes[16] = {};
+    std::memcpy(lanes, from, left * sizeof(T));
+    return load(lanes);
+}
+
+template <class T>
+static inline void store_some(v16 value, T* to, i64 left) {
+    if (left >= 16) return store(value, to);
+    T lanes[16];
+    store(value, lanes);
+    std::memcpy(to, lanes, left * sizeof(T));
+}
+
+// What is left of a value once it has been stored as a T.
+template <class T>
+static inline v16 rounded(v16 value) {
+    T lanes[16];
+    store(value, lanes);
+    return load(lanes);
 }
 
 // Lane i of `value` where first + i is in [from, to), else `otherwise`.
