@@ -36,7 +36,10 @@ class EngineConfig(Settings):
         "auto", "Where to compute; auto takes a GPU if there is one.", group="device", choices=("auto", "cpu", "cuda")
     )
     kernels: str = setting(
-        "auto", "Kernel backend; auto takes the best for the device.", group="device", choices=("auto", "reference", "cpu")
+        "auto",
+        "Kernel backend; auto takes the best for the device.",
+        group="device",
+        choices=("auto", "reference", "cpu"),
     )
     cpu_threads: int | None = setting(
         None, "Threads for computing on a CPU.", group="device", ge=1, le=1024, default_text="all cores"

@@ -4,9 +4,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kernels.select import KernelsError
-
 from engine.errors import EngineError
+from kernels.select import KernelsError
 from kvtransfer.errors import SettingsError
 
 

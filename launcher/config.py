@@ -81,7 +81,10 @@ class ServeConfig(Settings):
         choices=("auto", "cpu", "cuda"),
     )
     kernels: str = setting(
-        "auto", "Kernel backend; auto takes the best for the device.", group="workers", choices=("auto", "reference", "cpu")
+        "auto",
+        "Kernel backend; auto takes the best for the device.",
+        group="workers",
+        choices=("auto", "reference", "cpu"),
     )
     cpu_threads: int | None = setting(
         None,

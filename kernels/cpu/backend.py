@@ -33,9 +33,7 @@ class CpuKernels:
         """For this machine, compiled now if need be. Raises UnavailableBackendError."""
         return cls(open_library(build(cache_folder())))
 
-    def prepare_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False
-    ) -> PreparedLinear:
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False) -> PreparedLinear:
         """A packed copy for bfloat16 on a CPU that multiplies it; else torch's own product over `weight` itself."""
         if weight.dtype == torch.bfloat16 and self._library.has_linear and weight.shape[1] % 2 == 0:
             return PackedLinear(self._library, weight, bias, wide=wide)
@@ -139,7 +137,8 @@ class CpuKernels:
         _check(query.dtype, k_pool, v_pool)
         _check(torch.int32, rows.query_start, rows.context_lens)
         tables = rows.block_tables
-        assert tables.dtype == torch.int32 and tables.stride(1) == 1, (tables.dtype, tables.stride())
+        assert tables.dtype == torch.int32, tables.dtype
+        assert tables.stride(1) == 1, tables.stride()
         out = torch.empty_like(query)
         _, block_size, kv_heads, head_dim = k_pool.shape
         typed.attention(
