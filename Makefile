@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check venv fetch-model clean
+.PHONY: help serve test check bench-step venv fetch-model clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -23,6 +23,9 @@ check: $(INSTALLED)  ## Lint, format, types, import rules
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pytest -q tests/test_imports.py tests/test_kernels_name.py
+
+bench-step: $(INSTALLED) fetch-model  ## Time engine steps on this CPU against transformers and the machine's limits
+	$(VENV)/bin/python -m experiments.bench_step $(ARGS)
 
 venv: $(INSTALLED)  ## Make .venv with pinned dependencies
 

@@ -86,7 +86,8 @@ def _floor(point: Point, cost: ModelCost, machine: Machine) -> float:
 
 def header(names: Sequence[str]) -> str:
     columns = "".join(f"{name + ' ms':>25}" for name in names)
-    return f"{'threads':>7}  {'step':<15}{columns}{'floor ms':>10}{'ours/floor':>12}{'hf/ours':>9}{'GB/s':>7}{'GFLOP/s':>9}"
+    ratios = f"{'ours/floor':>12}{'hf/ours':>9}{'GB/s':>7}{'GFLOP/s':>9}"
+    return f"{'threads':>7}  {'step':<15}{columns}{'floor ms':>10}{ratios}"
 
 
 def row(result: Result, ours: str, theirs: str) -> str:

@@ -23,14 +23,16 @@ Function = Callable[..., None]
 class TypedFunctions:
     """The functions that exist once a number format. Pointers are addresses; strides count elements."""
 
-    rms_norm: (
-        Function  # x, residual or None, weight, total or None, out, outer, inner, strides of both, size, eps, threads
-    )
-    silu_mul: Function  # gate_up, out, tokens, size, threads
-    rope_store: (
-        Function  # query, key, value, cos, sin, rotated, pools, slots, tokens, heads, kv_heads, size, strides, threads
-    )
-    attention: Function  # query, pools, out, tables, stride, starts, contexts, rows, heads, kv_heads, size, block, scale, window, threads
+    # x, residual or None, weight, total or None, out, outer, inner, outer and inner stride, size, eps, threads
+    rms_norm: Function
+    # gate_up, out, tokens, size, threads
+    silu_mul: Function
+    # query, key, value, cos, sin, rotated, both pools, slots, tokens, heads, kv_heads, head_dim,
+    # strides of query, key and value, threads
+    rope_store: Function
+    # query, both pools, out, tables, table stride, query starts, context lengths, rows, heads, kv_heads, head_dim,
+    # block size, scale, window or 0, threads
+    attention: Function
 
 
 @dataclass(frozen=True)

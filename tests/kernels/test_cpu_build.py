@@ -45,7 +45,8 @@ def test_sources_and_flags_have_libraries_of_their_own(tmp_path, sources):
 
 
 def test_processes_may_build_at_once(tmp_path, sources):
-    script = f"from pathlib import Path; from kernels.cpu.build import build; print(build(Path({str(tmp_path / 'c')!r}), sources=Path({str(sources)!r})))"
+    call = f"build(Path({str(tmp_path / 'c')!r}), sources=Path({str(sources)!r}))"
+    script = f"from pathlib import Path; from kernels.cpu.build import build; print({call})"
     running = [
         subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=SOURCES.parents[2])
         for _ in range(3)

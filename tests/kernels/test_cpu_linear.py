@@ -1,5 +1,8 @@
-"""Prepared linears against float64. Bounds on the relative error: bfloat16 5e-3 (one rounding), float32 2e-6, and 1e-5 for
-sums of bfloat16 products that are never rounded."""
+"""Prepared linears against float64.
+
+Bounds on the relative error: bfloat16 5e-3 (one rounding), float32 2e-6, and 1e-5 for sums of bfloat16 products that
+are never rounded.
+"""
 
 import weakref
 
