@@ -11,6 +11,7 @@ in biases, q/k norms and attention windows, which ModelConfig spells out.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,14 @@ def _parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
 
-class Linear(nn.Module):
+class Block(nn.Module):
+    """A module without hooks, so that calling it costs no more than a function: a step makes hundreds of calls."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.forward(*inputs)
+
+
+class Linear(Block):
     """x @ weight.T + bias; weight: [out_features, in_features]. Runs once `prepare` has been called."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
@@ -50,7 +58,7 @@ class Linear(nn.Module):
         return self._product(x)
 
 
-class RmsNorm(nn.Module):
+class RmsNorm(Block):
     """Holds the weight of a norm; which kernel computes it is the caller's choice."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -78,7 +86,7 @@ class ForwardContext:
     on_layer: OnLayer | None
 
 
-class Attention(nn.Module):
+class Attention(Block):
     """Grouped-query attention of layer `index`; q, k and v come out of one product."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -118,6 +126,8 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """The one place that chooses between the two attentions: rows of one token, and all others behind them."""
         batch, kernels = context.batch, context.kernels
+        if batch.prefill is None and batch.decode is not None:
+            return kernels.paged_decode(query, k_pool, v_pool, batch.decode, self.scale, self.window)
         parts = []
         if batch.decode is not None:
             queries = query[: batch.num_decode]
@@ -128,7 +138,7 @@ class Attention(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class Mlp(nn.Module):
+class Mlp(Block):
     """SwiGLU (Shazeer 2020, arXiv:2002.05202); gate and up come out of one product."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -141,7 +151,7 @@ class Mlp(nn.Module):
         return activated
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Block):
     """One pre-norm block. `hidden` is what the block before it added; `residual` is the sum of all before that."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -161,7 +171,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(normed, context.kernels), residual
 
 
-class CausalLm(nn.Module):
+class CausalLm(Block):
     """Token ids in, logits out. Made by `allocate`; `weights.load_weights` fills the parameters; `prepare` hands them
     to the kernels."""
 

@@ -1,6 +1,6 @@
 """Native operators on single tokens against float64 and the reference; the kernels write nothing they should not.
 
-Bounds on the relative error: float32 1e-6, bfloat16 6e-3 (two roundings of 2**-9 each, as in the reference).
+Bounds on the relative error: float32 1e-6, bfloat16 8e-3 (two roundings of up to 2**-8 each, as in the reference).
 """
 
 import math
@@ -12,7 +12,7 @@ from kernels.reference import ReferenceKernels
 from tests.kernels.cpu_builds import BUILDS, cpu_kernels
 from tests.kernels.paged_case import relative_error
 
-BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 6e-3}
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype).removeprefix("torch."))
 EVERY_BUILD = pytest.mark.parametrize("build", BUILDS)
 SIZES = pytest.mark.parametrize("size", [1, 15, 16, 33, 64, 576, 4096])

@@ -8,7 +8,7 @@
 
 namespace kvsplice {
 
-constexpr i64 kChunk = 96;  // rows that share a panel while it is in the cache nearest to the core
+constexpr i64 kChunk = 8 * kMaxRows;  // rows that share a panel while it is in the cache nearest to the core
 
 #if defined(KVSPLICE_DOT_BF16)
 
@@ -76,7 +76,8 @@ static void run(const Linear& linear, i64 rows, Out* out, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (i64 item = 0; item < panels * chunks; ++item) {
         const i64 panel = item / chunks, chunk = item % chunks;
-        multiply_rows(linear, rows * chunk / chunks, rows * (chunk + 1) / chunks, panel, chunks == 1, out);
+        const i64 begin = chunk * kChunk, end = begin + kChunk < rows ? begin + kChunk : rows;
+        multiply_rows(linear, begin, end, panel, chunks == 1, out);
     }
 }
 
