@@ -14,6 +14,8 @@ WORKDIR /app
 ENTRYPOINT ["kvsplice"]
 
 FROM base AS worker
+# The CPU kernels are compiled at first use, for the CPU that the image then runs on.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 ARG TORCH_INDEX=""
 # Triton builds the module that launches GPU kernels at first use.
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
@@ -28,6 +30,7 @@ COPY prefill prefill
 COPY decode decode
 COPY gateway gateway
 COPY launcher launcher
+COPY experiments experiments
 RUN pip install -c constraints.txt '.[worker,convert]'
 USER kvsplice
 
@@ -40,6 +43,7 @@ COPY prefill prefill
 COPY decode decode
 COPY gateway gateway
 COPY launcher launcher
+COPY experiments experiments
 RUN pip install -c constraints.txt '.[gateway]' && ! python -c 'import torch' 2>/dev/null
 USER kvsplice
 EXPOSE 8000 8790

@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check kernels-aot venv fetch-model clean
+.PHONY: help serve test check kernels-aot bench-step venv fetch-model clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -26,6 +26,9 @@ check: $(INSTALLED)  ## Lint, format, types, import rules
 
 kernels-aot: $(INSTALLED)  ## Compile the GPU kernels for four architectures and check their machine code; needs no GPU
 	$(VENV)/bin/python -m kernels.triton_backend.aot $(ARGS)
+
+bench-step: $(INSTALLED) fetch-model  ## Time engine steps on this CPU against transformers and the machine's limits
+	$(VENV)/bin/python -m experiments.bench_step $(ARGS)
 
 venv: $(INSTALLED)  ## Make .venv with pinned dependencies
 

@@ -41,7 +41,7 @@ class EngineConfig(Settings):
         "auto",
         "Kernel backend; auto takes the best for the device.",
         group="device",
-        choices=("auto", "reference", "triton"),
+        choices=("auto", "reference", "cpu", "triton"),
     )
     cpu_threads: int | None = setting(
         None, "Threads for computing on a CPU.", group="device", ge=1, le=1024, default_text="all cores"

@@ -57,6 +57,8 @@ class KvCache:
         except RuntimeError as error:
             wanted = num_blocks * bytes_per_block(layout) / GIB
             raise CapacityError(f"{device} has no {wanted:.2f} GiB for {num_blocks} KV blocks: {error}") from error
+        # Made once: taking views of a tensor costs microseconds, and a step needs all of them.
+        self._layers = [(layer[0], layer[1]) for layer in self._pool]
 
     @property
     def block_size(self) -> int:
@@ -80,7 +82,7 @@ class KvCache:
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer, each [num_blocks, block_size, num_kv_heads, head_dim] (and the scratch block behind
         those, if there is one); views of the pool."""
-        return self._pool[index, 0], self._pool[index, 1]
+        return self._layers[index]
 
     def fill(self, value: float) -> None:
         """Overwrites every slot, for instance with NaN to prove that unused ones are never read."""

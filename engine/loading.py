@@ -80,6 +80,7 @@ def load(model_path: Path, *, dtype: str, device: str, kernels: str) -> LoadedMo
     compute_dtype = select_dtype(dtype, model_path)
     model = _allocate(config, compute_dtype, target)
     weights_digest = load_weights(model, model_path)
+    model.prepare(backend)
     fingerprint = Fingerprint(
         architecture=config.architecture,
         config=config.digest(),

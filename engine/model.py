@@ -11,6 +11,7 @@ in biases, q/k norms and attention windows, which ModelConfig spells out.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from torch import nn
 from engine.batch import Batch
 from engine.kv_cache import KvCache
 from engine.model_config import ModelConfig
-from kernels.face import Kernels
+from kernels.face import Kernels, PreparedLinear
 
 OnLayer = Callable[[int], None]
 """Called with the layer's index as soon as the batch's K and V of that layer are in the pool."""
@@ -30,19 +31,34 @@ def _parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
 
-class Linear(nn.Module):
-    """x @ weight.T + bias; weight: [out_features, in_features]."""
+class Block(nn.Module):
+    """A module without hooks, so that calling it costs no more than a function: a step makes hundreds of calls."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.forward(*inputs)
+
+
+class Linear(Block):
+    """x @ weight.T + bias; weight: [out_features, in_features]. Runs once `prepare` has been called."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__()
         self.weight = _parameter(out_features, in_features)
         self.bias = _parameter(out_features) if bias else None
+        self._product: PreparedLinear | None = None
+
+    def prepare(self, kernels: Kernels) -> None:
+        """Hands the loaded weight to the backend, which lays it out as it likes, and lets go of it."""
+        assert self._product is None, "prepared already"
+        self._product = kernels.prepare_linear(self.weight, self.bias)
+        del self.weight, self.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        assert self._product is not None, "prepare comes before the first forward"
+        return self._product(x)
 
 
-class RmsNorm(nn.Module):
+class RmsNorm(Block):
     """Holds the weight of a norm; which kernel computes it is the caller's choice."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -70,7 +86,7 @@ class ForwardContext:
     on_layer: OnLayer | None
 
 
-class Attention(nn.Module):
+class Attention(Block):
     """Grouped-query attention of layer `index`; q, k and v come out of one product."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -110,6 +126,8 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """The one place that chooses between the two attentions: rows of one token, and all others behind them."""
         batch, kernels = context.batch, context.kernels
+        if batch.prefill is None and batch.decode is not None:
+            return kernels.paged_decode(query, k_pool, v_pool, batch.decode, self.scale, self.window)
         parts = []
         if batch.decode is not None:
             queries = query[: batch.num_decode]
@@ -120,7 +138,7 @@ class Attention(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class Mlp(nn.Module):
+class Mlp(Block):
     """SwiGLU (Shazeer 2020, arXiv:2002.05202); gate and up come out of one product."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -133,7 +151,7 @@ class Mlp(nn.Module):
         return activated
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Block):
     """One pre-norm block. `hidden` is what the block before it added; `residual` is the sum of all before that."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -153,8 +171,9 @@ class DecoderLayer(nn.Module):
         return self.mlp(normed, context.kernels), residual
 
 
-class CausalLm(nn.Module):
-    """Token ids in, logits out. Made by `allocate`; `weights.load_weights` fills the parameters."""
+class CausalLm(Block):
+    """Token ids in, logits out. Made by `allocate`; `weights.load_weights` fills the parameters; `prepare` hands them
+    to the kernels."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -164,6 +183,7 @@ class CausalLm(nn.Module):
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tied_embeddings else _parameter(config.vocab_size, config.hidden_size)
         self.inverse_frequencies = torch.empty(0)  # [head_dim / 2] float32 once allocated
+        self._head: PreparedLinear | None = None
 
     @classmethod
     def allocate(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> "CausalLm":
@@ -174,8 +194,18 @@ class CausalLm(nn.Module):
         model.inverse_frequencies = config.inverse_frequencies().to(device)
         return model
 
+    def prepare(self, kernels: Kernels) -> None:
+        """Lays out the loaded weights for the backend, one at a time: a packed one replaces the parameter. Only a tied
+        embedding may then be held twice, once to look tokens up and once as the output layer."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.prepare(kernels)
+        self._head = kernels.prepare_linear(self.embedding if self.lm_head is None else self.lm_head, None, wide=True)
+        self.lm_head = None
+
     def forward(self, batch: Batch, kv_cache: KvCache, kernels: Kernels, on_layer: OnLayer | None) -> torch.Tensor:
         """Logits [S, vocab_size] float32 of the batch's `sample_tokens`; writes the K and V of all tokens."""
+        assert self._head is not None, "prepare comes before the first forward"
         angles = batch.positions.float().unsqueeze(1) * self.inverse_frequencies
         context = ForwardContext(batch, kv_cache, kernels, angles.cos(), angles.sin(), on_layer)
         hidden = F.embedding(batch.token_ids, self.embedding)
@@ -183,4 +213,4 @@ class CausalLm(nn.Module):
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, context)
         normed, _ = self.norm.add(hidden[batch.sample_tokens], residual[batch.sample_tokens], kernels)
-        return F.linear(normed, self.embedding if self.lm_head is None else self.lm_head).float()
+        return self._head(normed)

@@ -42,13 +42,31 @@ class RaggedRows:
         return sum(self.host_query_lens)
 
 
+class PreparedLinear(Protocol):
+    """x [T, in_features] to x @ weight.T + bias [T, out_features], for a weight given once."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
 class Kernels(Protocol):
     """A backend. T: tokens of the batch; H, G: query and KV heads; D: head size."""
 
-    name: str
-    capturable: bool
-    """Whether calls can be recorded in a CUDA graph and repeated on other lengths: the kernels take them from the
-    device, and read the host's copies as upper bounds."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def capturable(self) -> bool:
+        """Whether calls can be recorded in a CUDA graph and repeated on other lengths: the kernels take them from the
+        device, and read the host's copies as upper bounds."""
+        ...
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False) -> PreparedLinear:
+        """The linear layer of weight [out_features, in_features] and bias [out_features], laid out for this backend.
+
+        `weight` must hold its final values. The result keeps a layout of its own or `weight` itself, never both, so a
+        caller that lets go of `weight` holds the numbers once. `wide`: the result is float32 whatever the weight is.
+        """
+        ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """`x / rms(x) * weight` over the last dimension, in float32, rounded to x's dtype before the weight is applied

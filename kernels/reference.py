@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kernels.face import RaggedRows
+from kernels.face import PreparedLinear, RaggedRows
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,27 @@ class _Row:
     values: torch.Tensor
 
 
+@dataclass(frozen=True)
+class TorchLinear:
+    """torch's own product, over the weight as it is. Implements `kernels.face.PreparedLinear`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    wide: bool
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        product = F.linear(x, self.weight, self.bias)
+        return product.float() if self.wide else product
+
+
 class ReferenceKernels:
     """Implements `kernels.face.Kernels`; the contracts are documented there."""
 
     name = "reference"
     capturable = False
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False) -> PreparedLinear:
+        return TorchLinear(weight, bias, wide)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()

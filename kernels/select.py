@@ -38,11 +38,20 @@ def _triton(device: torch.device) -> Kernels:
     return triton_kernels(device)
 
 
+def _cpu(device: torch.device) -> Kernels:
+    """Raises UnavailableBackendError on other devices, and without a compiler that builds the library."""
+    if device.type != "cpu":
+        raise UnavailableBackendError(f"the native kernels run on device type 'cpu', not on {device.type!r}")
+    from kernels.cpu.backend import CpuKernels
+
+    return CpuKernels.native()
+
+
 _BACKENDS: Final[Mapping[str, Callable[[torch.device], Kernels]]] = MappingProxyType(
-    {"reference": _reference, "triton": _triton}
+    {"reference": _reference, "cpu": _cpu, "triton": _triton}
 )
 _BEST_FIRST: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {"cpu": ("reference",), "cuda": ("triton", "reference")}
+    {"cpu": ("cpu", "reference"), "cuda": ("triton", "reference")}
 )
 
 BACKEND_NAMES: Final = (AUTO, *_BACKENDS)
@@ -67,5 +76,5 @@ def _best(device: torch.device) -> Kernels:
         try:
             return _BACKENDS[name](device)
         except UnavailableBackendError as error:
-            logger.warning("no %s kernels, so every step will be several times slower: %s", name, error)
+            logger.warning("no %s kernels: plain torch computes instead, several times slower. Cause: %s", name, error)
     return _BACKENDS[last](device)

@@ -99,7 +99,7 @@ class ServeConfig(Settings):
         "auto",
         "Kernel backend; auto takes the best for the device.",
         group="workers",
-        choices=("auto", "reference", "triton"),
+        choices=("auto", "reference", "cpu", "triton"),
     )
     enforce_eager: bool = setting(
         False,

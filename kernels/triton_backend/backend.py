@@ -2,7 +2,8 @@
 
 import torch
 
-from kernels.face import RaggedRows
+from kernels.face import PreparedLinear, RaggedRows
+from kernels.reference import TorchLinear
 from kernels.triton_backend.configs import AttentionConfigs, attention_configs
 from kernels.triton_backend.decode import decode_launches
 from kernels.triton_backend.elementwise import norm_launch, silu_mul_launch
@@ -23,6 +24,10 @@ class TritonKernels:
     def __init__(self, architecture: str, attention: AttentionConfigs | None = None) -> None:
         self._architecture = architecture
         self._attention = attention
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False) -> PreparedLinear:
+        """torch's own product: cuBLAS is at the limit already."""
+        return TorchLinear(weight, bias, wide)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x if x.stride(-1) == 1 and x.dim() <= 3 else x.contiguous().flatten(0, -2)

@@ -130,7 +130,7 @@ def test_kv_spliced_from_another_block_size_continues_the_request(tiny_loaded, r
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_stays_near_float32(dtype, tiny_checkpoint, tiny_loaded):
+def test_half_precision_stays_near_float32(dtype, tiny_checkpoint, tiny_loaded, kernels):
     prompt = make_prompts(PROMPT_LENGTHS)[0]
     logits: list[torch.Tensor] = []
 
@@ -138,7 +138,7 @@ def test_half_precision_stays_near_float32(dtype, tiny_checkpoint, tiny_loaded):
         logits.append(rows)
         return [0]
 
-    for loaded in (tiny_loaded("llama2"), load(tiny_checkpoint("llama2"), dtype=dtype, device="cpu", kernels="auto")):
+    for loaded in (tiny_loaded("llama2"), load(tiny_checkpoint("llama2"), dtype=dtype, device="cpu", kernels=kernels)):
         runner = make_runner(loaded, num_blocks=5, block_size=16, sample=keep)
         runner.step([ScheduledRow(make_request("a", prompt, range(5)), 0, 70)])
     assert loaded.fingerprint.dtype == dtype

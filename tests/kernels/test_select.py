@@ -63,6 +63,15 @@ def test_triton_needs_a_compiler(monkeypatch):
         select_kernels("triton", CUDA)
 
 
+def test_the_native_kernels_are_for_cpus_only():
+    with pytest.raises(UnavailableBackendError, match="device type 'cpu', not on 'cuda'"):
+        select_kernels("cpu", CUDA)
+
+
+def test_the_native_kernels_are_the_best_for_a_cpu():
+    assert select_kernels("auto", CPU).name == "cpu"
+
+
 def test_triton_is_refused_on_a_cpu_outside_of_the_interpreter():
     pytest.importorskip("triton")
     with pytest.raises(UnavailableBackendError, match="need a GPU"):
@@ -70,7 +79,7 @@ def test_triton_is_refused_on_a_cpu_outside_of_the_interpreter():
 
 
 def test_an_unknown_name_is_an_error_that_names_the_valid_ones():
-    with pytest.raises(UnknownBackendError, match=r"'fast'.*auto, reference"):
+    with pytest.raises(UnknownBackendError, match=r"'fast'.*auto, reference, cpu, triton"):
         select_kernels("fast", CPU)
 
 

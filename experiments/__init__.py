@@ -1,0 +1,1 @@
+"""Benchmarks and experiments. May import everything; nothing imports it."""

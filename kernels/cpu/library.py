@@ -1,0 +1,82 @@
+"""The compiled library's functions with their argument types. Python's side of `source/*.cpp`.
+
+Loaded after torch, whose OpenMP runtime is then in the process already: both share one pool of threads.
+"""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kernels.errors import UnavailableBackendError
+
+_P: Final = ctypes.c_void_p
+_N: Final = ctypes.c_int64
+_F: Final = ctypes.c_float
+_I: Final = ctypes.c_int
+
+Function = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class TypedFunctions:
+    """The functions that exist once a number format. Pointers are addresses; strides count elements."""
+
+    # x, residual or None, weight, total or None, out, outer, inner, outer and inner stride, size, eps, threads
+    rms_norm: Function
+    # gate_up, out, tokens, size, threads
+    silu_mul: Function
+    # query, key, value, cos, sin, rotated, both pools, slots, tokens, heads, kv_heads, head_dim,
+    # strides of query, key and value, threads
+    rope_store: Function
+    # query, both pools, out, tables, table stride, query starts, context lengths, rows, heads, kv_heads, head_dim,
+    # block size, scale, window or 0, threads
+    attention: Function
+
+
+@dataclass(frozen=True)
+class Library:
+    """All functions. `has_linear`: whether `pack` and `linear` exist (the CPU multiplies bfloat16)."""
+
+    bf16: TypedFunctions
+    f32: TypedFunctions
+    gather: Function  # pool, slots, out, count, bytes of a token
+    splice: Function  # pool, slots, source, count, bytes of a token, first byte, bytes of a source token
+    has_linear: bool
+    pack: Function | None  # weight, n, k, packed, threads
+    linear: Function | None  # x, rows, stride, packed, bias or None, n, k, out, whether float, threads
+
+
+def open_library(path: Path) -> Library:
+    """Raises UnavailableBackendError if the file is not a library for this machine."""
+    try:
+        shared = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UnavailableBackendError(f"cannot load the compiled kernels: {error}") from error
+    has_linear = bool(shared.kvsplice_has_linear())
+    return Library(
+        bf16=_typed(shared, "bf16"),
+        f32=_typed(shared, "f32"),
+        gather=_function(shared, "gather", _P, _P, _P, _N, _N),
+        splice=_function(shared, "splice", _P, _P, _P, _N, _N, _N, _N),
+        has_linear=has_linear,
+        pack=_function(shared, "pack", _P, _N, _N, _P, _I) if has_linear else None,
+        linear=_function(shared, "linear", _P, _N, _N, _P, _P, _N, _N, _P, _I, _I) if has_linear else None,
+    )
+
+
+def _typed(shared: Any, suffix: str) -> TypedFunctions:
+    return TypedFunctions(
+        rms_norm=_function(shared, f"rms_norm_{suffix}", *[_P] * 5, *[_N] * 5, _F, _I),
+        silu_mul=_function(shared, f"silu_mul_{suffix}", _P, _P, _N, _N, _I),
+        rope_store=_function(shared, f"rope_store_{suffix}", *[_P] * 9, *[_N] * 7, _I),
+        attention=_function(shared, f"attention_{suffix}", *[_P] * 5, _N, _P, _P, *[_N] * 5, _F, _N, _I),
+    )
+
+
+def _function(shared: Any, name: str, *argtypes: Any) -> Function:
+    function = getattr(shared, f"kvsplice_{name}")
+    function.argtypes = argtypes
+    function.restype = None
+    return function  # type: ignore[no-any-return]

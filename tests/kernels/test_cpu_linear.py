@@ -1,0 +1,86 @@
+"""Prepared linears against float64.
+
+Bounds on the relative error: bfloat16 5e-3 (one rounding), float32 2e-6, and 1e-5 for sums of bfloat16 products that
+are never rounded.
+"""
+
+import weakref
+
+import pytest
+import torch
+
+from kernels.cpu.linear import PackedLinear
+from kernels.reference import ReferenceKernels
+from tests.kernels.cpu_builds import BUILDS, cpu_kernels
+from tests.kernels.paged_case import relative_error
+
+EVERY_BUILD = pytest.mark.parametrize("build", BUILDS)
+ROWS = (1, 2, 3, 11, 12, 13, 24, 25, 95, 96, 97, 200)
+BOUNDS = {(torch.bfloat16, False): 5e-3, (torch.bfloat16, True): 5e-3, (torch.float32, False): 2e-6}
+
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
+
+
+@EVERY_BUILD
+@pytest.mark.parametrize(("dtype", "wide"), BOUNDS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("out_features", "in_features"), [(1, 2), (32, 64), (33, 64), (70, 34), (320, 577), (96, 576)])
+def test_products(out_features, in_features, bias, dtype, wide, build):
+    weight = torch.randn(out_features, in_features).to(dtype)
+    shift = torch.randn(out_features).to(dtype) if bias else None
+    product = cpu_kernels(build).prepare_linear(weight, shift, wide=wide)
+    for rows in ROWS:
+        x = torch.randn(rows, in_features).to(dtype)
+        expected = x.double() @ weight.double().T + (0 if shift is None else shift.double())
+        output = product(x)
+        assert output.dtype == (torch.float32 if wide else dtype)
+        error = ((output.double() - expected).norm() / expected.norm()).item()
+        packed_and_wide = wide and isinstance(product, PackedLinear)
+        assert error < (1e-5 if packed_and_wide else BOUNDS[dtype, wide]), (rows, error)
+
+
+@pytest.mark.parametrize("kernels", [ReferenceKernels(), cpu_kernels("native")], ids=lambda kernels: kernels.name)
+def test_wide_results_are_float32(kernels):
+    weight, x = torch.randn(40, 16).bfloat16(), torch.randn(3, 16).bfloat16()
+    output = kernels.prepare_linear(weight, None, wide=True)(x)
+    assert output.dtype == torch.float32
+    assert relative_error(output, x.double() @ weight.double().T) < 1e-2
+
+
+def test_rows_with_gaps_between_them():
+    weight, x = torch.randn(64, 32).bfloat16(), torch.randn(20, 100).bfloat16()
+    product = cpu_kernels("native").prepare_linear(weight, None)
+    assert torch.equal(product(x[:, 30:62]), product(x[:, 30:62].contiguous()))
+
+
+def test_a_row_gives_the_same_bits_in_any_batch_and_on_any_number_of_threads():
+    weight, x = torch.randn(200, 128).bfloat16(), torch.randn(200, 128).bfloat16()
+    product = cpu_kernels("native").prepare_linear(weight, None, wide=True)
+    if not isinstance(product, PackedLinear):
+        pytest.skip("this CPU has no bfloat16 products")
+    before, together = torch.get_num_threads(), product(x)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for rows in (slice(0, 1), slice(7, 20), slice(0, 100), slice(150, 200)):
+                assert torch.equal(product(x[rows]), together[rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_packed_linear_lets_go_of_the_weight():
+    weight = torch.randn(64, 32).bfloat16()
+    product = cpu_kernels("native").prepare_linear(weight, None)
+    if not isinstance(product, PackedLinear):
+        pytest.skip("this CPU has no bfloat16 products")
+    expected, gone = product(torch.ones(1, 32).bfloat16()), weakref.ref(weight)
+    weight.zero_()
+    assert torch.equal(product(torch.ones(1, 32).bfloat16()), expected)
+    del weight
+    assert gone() is None
+
+
+def test_an_input_of_another_width_is_refused():
+    product = cpu_kernels("native").prepare_linear(torch.randn(64, 32).bfloat16(), None)
+    with pytest.raises((AssertionError, RuntimeError)):
+        product(torch.randn(2, 30).bfloat16())
