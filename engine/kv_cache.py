@@ -45,7 +45,10 @@ class KvCache:
             self._pool = torch.empty(shape, dtype=dtype_named(layout.dtype), device=device)
         except RuntimeError as error:
             wanted = num_blocks * bytes_per_block(layout) / GIB
-            raise CapacityError(f"{device} has no {wanted:.2f} GiB for {num_blocks} KV blocks: {error}") from error
+            raise CapacityError(
+                f"{device} has no {wanted:.2f} GiB for {num_blocks} KV blocks: "
+                "lower --kv-cache-gib (CPU) or --gpu-memory-utilization (GPU)"
+            ) from error
 
     @property
     def block_size(self) -> int:
