@@ -1,7 +1,8 @@
 # Two images from one file:
 #   docker build --target gateway -t kvsplice-gateway .   HTTP face; no torch inside
 #   docker build --target worker  -t kvsplice-worker .    prefill, decode, fetch-model
-# TORCH_INDEX names a package index with another build of torch, such as PyTorch's CPU builds for a small image.
+# TORCH_INDEX names a further package index with another build of torch, such as PyTorch's CPU builds for a small image:
+# of the same version, pip takes the one with a local label (+cpu). What torch depends on still comes from the main index.
 
 FROM python:3.12-slim AS base
 ENV PYTHONUNBUFFERED=1 \
@@ -21,7 +22,7 @@ ARG TORCH_INDEX=""
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 # The big layer first: it changes with the pinned versions only.
 COPY constraints.txt ./
-RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt torch==2.13.0
+RUN pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -c constraints.txt torch==2.13.0
 COPY pyproject.toml README.md LICENSE ./
 COPY kernels kernels
 COPY kvtransfer kvtransfer

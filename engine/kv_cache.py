@@ -56,7 +56,10 @@ class KvCache:
             self._pool = torch.empty(shape, dtype=dtype_named(layout.dtype), device=device)
         except RuntimeError as error:
             wanted = num_blocks * bytes_per_block(layout) / GIB
-            raise CapacityError(f"{device} has no {wanted:.2f} GiB for {num_blocks} KV blocks: {error}") from error
+            raise CapacityError(
+                f"{device} has no {wanted:.2f} GiB for {num_blocks} KV blocks: "
+                "lower --kv-cache-gib (CPU) or --gpu-memory-utilization (GPU)"
+            ) from error
         # Made once: taking views of a tensor costs microseconds, and a step needs all of them.
         self._layers = [(layer[0], layer[1]) for layer in self._pool]
 

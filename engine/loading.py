@@ -19,6 +19,7 @@ from engine.runner import Runner, Sample
 from engine.weights import checkpoint_dtype, load_weights
 from kernels.face import Kernels
 from kernels.select import select_kernels
+from kvtransfer.errors import SettingsError
 from kvtransfer.messages import Fingerprint, KvLayout, RequestSpec, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ def select_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise DeviceError(f"unknown device {name!r}: {error}") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(f"device {name} was asked for, but torch finds no usable GPU")
+        raise DeviceError(f"--device {name}: torch finds no usable GPU")
     return device
 
 
@@ -124,10 +125,10 @@ def read_eos_token_ids(model_path: Path) -> frozenset[int]:
 
 
 def resolve_max_model_len(config: ModelConfig, wanted: int | None) -> int:
-    """Tokens a request may have; by default all that the model was made for. Raises ModelError for more than that."""
+    """Tokens a request may have; by default all that the model was made for. Raises SettingsError for more."""
     if wanted is not None and wanted > config.max_position_embeddings:
         limit = config.max_position_embeddings
-        raise ModelError(f"max_model_len {wanted} is more than the model's max_position_embeddings, {limit}")
+        raise SettingsError(f"--max-model-len {wanted} is more than the model's max_position_embeddings, {limit}")
     return wanted or config.max_position_embeddings
 
 

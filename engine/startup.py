@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine.errors import EngineError
+from engine.errors import CapacityError, DeviceError, EngineError
 from kernels.errors import KernelsError
 from kvtransfer.errors import SettingsError
 from kvtransfer.settings import exit_with
@@ -11,10 +11,11 @@ from kvtransfer.settings import exit_with
 
 @contextmanager
 def failures_in_one_line(prog: str) -> Iterator[None]:
-    """Exit code 2 for what the operator asked wrongly, 1 for a checkpoint or a machine that can't do it."""
+    """Exit code 2 for settings that are wrong, or ask more than the model or the machine can give; 1 for a checkpoint
+    that can't be served."""
     try:
         yield
-    except (SettingsError, KernelsError) as error:
+    except (SettingsError, KernelsError, DeviceError, CapacityError) as error:
         exit_with(prog, error, 2)
     except EngineError as error:
         exit_with(prog, error, 1)

@@ -78,11 +78,13 @@ async def _run(config: GatewayConfig, tokenizer: Tokenizer, listener: socket.soc
     _watch(dispatcher, metrics)
     settings = _http_settings(config)
     app = create_app(dispatcher, tokenizer, settings, metrics)
-    server = make_server(app, settings, host=config.host, port=config.port)
+    dispatching = asyncio.create_task(dispatcher.run(control), name="dispatcher")
+    # A dispatcher that is cancelled fails its requests.
+    server = make_server(app, settings, host=config.host, port=config.port, end_requests=dispatching.cancel)
     stop.pass_to(server)
     logger.info("HTTP on %s:%d, workers dial %s", *listener.getsockname()[:2], control.endpoint)
     try:
-        return await _serve_both(server, listener, dispatcher, control)
+        return await _serve_both(server, listener, dispatching)
     finally:
         control.close()
 
@@ -97,13 +99,10 @@ def _watch(dispatcher: Dispatcher, metrics: Metrics) -> None:
     )
 
 
-async def _serve_both(
-    server: uvicorn.Server, listener: socket.socket, dispatcher: Dispatcher, control: ControlServer
-) -> int:
-    dispatching = asyncio.create_task(dispatcher.run(control), name="dispatcher")
+async def _serve_both(server: uvicorn.Server, listener: socket.socket, dispatching: asyncio.Task[None]) -> int:
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     await asyncio.wait({dispatching, serving}, return_when=asyncio.FIRST_COMPLETED)
-    control_died = dispatching.done()
+    control_died = dispatching.done() and not dispatching.cancelled()
     if control_died:
         logger.critical("the control plane has died; giving up", exc_info=dispatching.exception())
         server.should_exit = True

@@ -76,7 +76,9 @@ class Metrics:
 
     def render(self) -> bytes:
         """Prometheus' text format."""
-        return generate_latest(self._registry)
+        visible = CollectorRegistry()
+        visible.register(WithoutCreated(self._registry))
+        return generate_latest(visible)
 
     def count_http_answer(self, status: int) -> None:
         """Any answer, whether it came to a request on the workers or not."""
@@ -112,6 +114,19 @@ class WorkerCollector(Collector):
         yield _gauge("kv_cache_usage_perc", "Used part of the KV pool, 0 to 1.", workers, lambda w: w.load.kv_usage)
         yield _gauge("kv_blocks", "Blocks of the KV pool.", workers, lambda w: w.load.num_blocks)
         yield _gauge("kv_free_blocks", "Free blocks of the KV pool.", workers, lambda w: w.load.num_free_blocks)
+
+
+class WithoutCreated(Collector):
+    """All that a registry has but the `_created` series, which say when a series began: nobody asks, and they are as
+    many as the series that count."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
 
 
 class CountCollector(Collector):

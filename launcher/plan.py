@@ -20,8 +20,10 @@ from launcher.gpus import VISIBLE
 from prefill.config import PrefillConfig
 
 LOOPBACK: Final = "127.0.0.1"
-DRAIN_S: Final = 2.0
-"""What running requests get to end in, seconds: less than the launcher's patience with its children."""
+GATEWAY_DRAIN_S: Final = 1.5
+"""What running requests get to end in, seconds. Then the gateway tells clients why theirs has not."""
+WORKER_DRAIN_S: Final = 2.0
+"""The same on workers: longer, so that the gateway speaks first, and less than the launcher's patience."""
 API_KEY_VARIABLE: Final = "KVSPLICE_API_KEY"
 
 
@@ -64,7 +66,7 @@ def _gateway(config: ServeConfig, model: Path, machine: Machine, environ: Mappin
         "port": machine.http_port,
         "control_host": LOOPBACK,
         "control_port": machine.control_port,
-        "shutdown_timeout_s": DRAIN_S,
+        "shutdown_timeout_s": GATEWAY_DRAIN_S,
         "api_key": None,  # goes through the environment: command lines are public
     }
     secret = {API_KEY_VARIABLE: config.api_key} if config.api_key else {}
@@ -81,7 +83,7 @@ def _worker(
         "worker_id": name,
         "gateway": (endpoint(LOOPBACK, machine.control_port),),
         "cpu_threads": config.cpu_threads or max(1, machine.cores // len(names)),
-        "shutdown_timeout_s": DRAIN_S,
+        "shutdown_timeout_s": WORKER_DRAIN_S,
     }
     if role == "decode":
         values |= {"kv_host": LOOPBACK, "kv_port": 0, "kv_advertise_host": LOOPBACK}

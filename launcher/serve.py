@@ -2,7 +2,8 @@
 
 1. Check the port, find or fetch the model, share out cores, GPUs and ports.
 2. Start the gateway and the workers as processes of their own, and show their logs under their names.
-3. Ask /health until it is green. A process that ends before that is the end of it all: exit code 1.
+3. Ask /health until it is green. A process that ends before that is the end of it all: exit code 1, or 2 with its own
+   words if it has found its settings wrong.
 4. Say where it is, with a line to paste, and stream one completion to the terminal.
 5. Restart what dies, a bounded number of times.
 6. On Ctrl-C, SIGTERM or SIGHUP: SIGTERM to all, SIGKILL to what is left after 4 s, exit code 0.
@@ -31,7 +32,8 @@ TICK_S: Final = 0.2
 
 
 def serve(config: ServeConfig, environ: Mapping[str, str]) -> int:
-    """Runs until told to stop; returns the exit code. Raises SettingsError for what can be told before the start."""
+    """Runs until told to stop; returns the exit code. Raises SettingsError for what can be told before the start, and
+    for what a role finds wrong at its own."""
     started_at = time.monotonic()
     machine = _machine(config, environ)
     model = resolve_model(config.model, environ=environ)
@@ -39,6 +41,7 @@ def serve(config: ServeConfig, environ: Mapping[str, str]) -> int:
     probe = _probe(config, machine, model)
     supervisor = Supervisor(plan(config, model, machine, environ), terminal)
     stop = _stop_on_signals()
+    terminal.line(f"kvsplice: {_starting(config)}")
     try:
         supervisor.start()
         if wait_until_ready(supervisor, probe, stop, started_at + config.ready_timeout_s):
@@ -52,6 +55,7 @@ def serve(config: ServeConfig, environ: Mapping[str, str]) -> int:
         terminal.line(f"kvsplice: error: {error}")
         return 1
     finally:
+        terminal.line("kvsplice: stopping...")
         supervisor.stop()
         terminal.line("kvsplice: stopped")
 
@@ -101,6 +105,11 @@ def _stop_on_signals() -> threading.Event:
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, lambda *_: stop.set())
     return stop
+
+
+def _starting(config: ServeConfig) -> str:
+    noun = "worker" if config.decode == 1 else "workers"
+    return f"starting {config.prefill} prefill and {config.decode} decode {noun}..."
 
 
 def _announce(probe: GatewayProbe, seconds: float) -> None:

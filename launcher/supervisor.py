@@ -4,13 +4,15 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from launcher.errors import LaunchError
+from launcher.errors import LaunchError, RefusedByRoleError
 from launcher.plan import ChildSpec
 from launcher.process import ChildProcess
 from launcher.terminal import Terminal
 
 PATIENCE_S: Final = 4.0
 """From SIGTERM to SIGKILL."""
+EXIT_SETTINGS: Final = 2
+"""How a role ends whose settings are wrong."""
 MAX_RESTARTS: Final = 5
 HEALTHY_UPTIME_S: Final = 60.0
 """A process that lived for so long starts again with a clean record."""
@@ -51,8 +53,11 @@ class Supervisor:
         return {name: child.pid for name, child in self._children.items()}
 
     def check_all_alive(self) -> None:
-        """Raises LaunchError with the last lines of a child that has ended."""
+        """Raises for a child that has ended: RefusedByRoleError with its error line if it did so over its settings,
+        LaunchError with its last lines otherwise."""
         for child in self._children.values():
+            if child.exit_code == EXIT_SETTINGS:
+                raise RefusedByRoleError(_error_line(child))
             if child.exit_code is not None:
                 lines = "".join(f"\n  {line}" for line in child.last_lines())
                 raise LaunchError(f"{child.name} {child.how_it_ended} before it was ready; its last lines:{lines}")
@@ -91,3 +96,9 @@ class Supervisor:
         for child in slow:
             child.wait(PATIENCE_S)
         self._children.clear()
+
+
+def _error_line(child: ChildProcess) -> str:
+    """What the child said last, without the `PROG: error: ` in front."""
+    last = child.last_lines()[-1:] or [f"{child.name} does not accept its settings"]
+    return last[0].partition(": error: ")[2] or last[0]

@@ -242,14 +242,29 @@ def test_a_worker_of_another_model_is_refused_with_a_message_on_both_sides(stopp
     wait_until(lambda: stopped.kv_usage(PREFILL) is not None, within_s=30.0, what="prefill is in")
     for flags, difference in ((("--dtype", "bfloat16"), "dtype"), (("--model", str(other)), "config")):
         misfit = stopped.start(DECODE, *flags, "--worker-id", f"misfit-{difference}")
-        assert misfit.wait(30.0) == 1
+        assert misfit.wait(60.0) == 1
         assert difference in misfit.output()
         stopped.stop(DECODE)
-        assert difference in stopped[GATEWAY].output()
+        gateway = stopped[GATEWAY]
+        wait_until(lambda g=gateway, d=difference: d in g.output(), within_s=5.0, what="the gateway says what differs")
         assert_unavailable(stopped, missing=DECODE, present=PREFILL)
     stopped.start(DECODE)
     stopped.wait_ready()
     assert complete(stopped.http, PROMPT, ignore_eos=True).num_tokens == 16
+
+
+def test_a_gateway_that_stops_tells_its_streams_and_goes(stopped):
+    stopped.start_all(order=(PREFILL, DECODE))
+    gateway = stopped.start(GATEWAY, "--shutdown-timeout-s", "0.5")
+    stopped.wait_ready()
+    with Streaming(stopped) as streaming:
+        gateway.send(signal.SIGTERM)
+        assert gateway.wait(EXIT_WITHIN_S) == 0
+    assert not streaming.was_cut
+    (error,) = streaming.errors
+    assert "stopping" in json.loads(error)["error"]["message"]
+    assert streaming.num_done == 0
+    assert "Traceback" not in gateway.output()
 
 
 # --- fairness ----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from engine.loading import (
     select_device,
 )
 from kernels.select import UnknownBackendError
+from kvtransfer.errors import SettingsError
 from kvtransfer.messages import KvLayout
 from tests.engine.greedy_loop import argmax
 from tests.tiny_models import END_OF_TURN_ID, EOS_ID, VOCAB_SIZE
@@ -81,7 +82,7 @@ def test_max_model_len(tiny_loaded):
     config = tiny_loaded("llama2").config
     assert resolve_max_model_len(config, None) == 1024
     assert resolve_max_model_len(config, 100) == 100
-    with pytest.raises(ModelError, match=r"max_model_len 1025 .* max_position_embeddings, 1024"):
+    with pytest.raises(SettingsError, match=r"--max-model-len 1025 .* max_position_embeddings, 1024"):
         resolve_max_model_len(config, 1025)
 
 

@@ -95,6 +95,12 @@ def worker_of(role, worker_id, load):
     return Worker(hello=hello, heard_at=0.0, progress_at=0.0, load=load)
 
 
+def test_there_are_no_series_that_only_say_when_others_began():
+    names = values_of(Metrics())
+    assert 'kvsplice:request_success_total{finished_reason="stop"}' in names
+    assert [name for name in names if "_created" in name] == []
+
+
 def test_workers_are_read_when_metrics_are():
     metrics, workers, capable = Metrics(), [], {"d0"}
     metrics.watch_workers(lambda: workers, lambda: capable)

@@ -24,10 +24,10 @@ def no_signals():
 
 
 @asynccontextmanager
-async def serving(backend=None, **settings):
+async def serving(backend=None, end_requests=lambda: None, **settings):
     """A running server: (world, port, server)."""
     world = make_world(backend, **{"shutdown_timeout_s": 1.0, **settings})
-    server = make_server(world.app, world.settings, host="127.0.0.1", port=0)
+    server = make_server(world.app, world.settings, host="127.0.0.1", port=0, end_requests=end_requests)
     server.capture_signals = no_signals
     task = asyncio.create_task(server.serve())
     try:
@@ -267,11 +267,13 @@ def test_a_client_that_leaves_cancels_its_work(stream):
     assert backend.num_cut == 1
 
 
-def test_shutdown_ends_streams_in_time():
+def test_shutdown_ends_streams_in_time_and_quietly(caplog):
+    """Also those that the backend does not end when it is told to."""
     backend = ScriptedBackend(lambda *_: [*saying("zqzq")[:2], 60.0])
+    told = []
 
     async def scenario():
-        async with serving(backend, shutdown_timeout_s=0.2) as (_, port, server):
+        async with serving(backend, lambda: told.append(backend.num_open), shutdown_timeout_s=0.2) as (_, port, server):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(post(b'{"prompt": "a", "stream": true}'))
             await until(lambda: backend.num_open == 1)
@@ -280,6 +282,8 @@ def test_shutdown_ends_streams_in_time():
             writer.close()
 
     asyncio.run(scenario())
+    assert told == [1]
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 # --- the official client -----------------------------------------------------------------------------

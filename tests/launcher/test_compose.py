@@ -143,6 +143,9 @@ def test_images():
     gateway_stage = dockerfile.partition("AS gateway")[2]
     assert "[gateway]" in gateway_stage
     assert "torch==" not in gateway_stage
+    # The main index stays: one with builds of torch need not have the pinned versions of what torch depends on.
+    assert '--extra-index-url "$TORCH_INDEX"' in dockerfile
+    assert " --index-url" not in dockerfile
 
 
 def test_the_build_context_has_all_that_is_copied():

@@ -10,6 +10,7 @@ from gateway.config import GatewayConfig
 from kvtransfer.settings import parse
 from launcher.config import ServeConfig
 from launcher.plan import Machine, plan, served_names
+from launcher.supervisor import PATIENCE_S
 from prefill.config import PrefillConfig
 
 CLASSES = {"gateway": GatewayConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
@@ -38,7 +39,7 @@ def test_defaults():
     assert {config.model for config in (gateway, prefill, decode)} == {"/models/tiny"}
     assert prefill.cpu_threads == decode.cpu_threads == 4
     assert (prefill.worker_id, decode.worker_id) == ("prefill-0", "decode-0")
-    assert gateway.shutdown_timeout_s == decode.shutdown_timeout_s == 2.0
+    assert gateway.shutdown_timeout_s < prefill.shutdown_timeout_s == decode.shutdown_timeout_s < PATIENCE_S - 1.0
 
 
 def test_settings_are_passed_on():

@@ -20,6 +20,7 @@ from tests.launcher.children import is_running, wait_for
 SERVE = """
 import os, sys
 import launcher.serve as serving
+from kvtransfer.settings import one_line_errors
 from launcher.config import ServeConfig
 from launcher.plan import ChildSpec
 from pathlib import Path
@@ -32,7 +33,8 @@ def plan(config, model, machine, environ):
 serving.plan = plan
 serving.resolve_model = lambda *args, **kwargs: Path(".")
 config = ServeConfig(port=0, served_model_name=("tiny",), api_key="open-sesame", device="cpu")
-raise SystemExit(serving.serve(config, os.environ))
+with one_line_errors("kvsplice serve"):
+    raise SystemExit(serving.serve(config, os.environ))
 """
 GOOD_WORKER = """
 import os, time
@@ -77,6 +79,7 @@ def test_ready_sample_stop(serve, signal_number):
     process = serve(GOOD_WORKER)
     output = read_until(process, "Ctrl-C stops it.")
     url = re.search(r"ready at (http://127\.0\.0\.1:\d+) \(\d+\.\d s\)", output)[1]
+    assert output.startswith("kvsplice: starting 1 prefill and 1 decode worker...\n")
     assert f"curl -N {url}/v1/completions -H" in output
     assert "The capital of France is Paris, of course." in output
     assert "open-sesame" not in output
@@ -84,6 +87,7 @@ def test_ready_sample_stop(serve, signal_number):
     assert is_running(worker)
     before = time.monotonic()
     process.send_signal(signal_number)
+    assert read_until(process, "stopp").splitlines()[-1] == "kvsplice: stopping..."
     assert process.wait(5) == 0
     assert time.monotonic() - before < 5
     assert not is_running(worker)
@@ -97,6 +101,13 @@ def test_a_worker_that_dies_at_the_start_ends_it(serve):
     assert process.returncode == 1
     assert "error: prefill-0 ended with exit code 9 before it was ready; its last lines:\n  out of memory" in output
     assert "ready at" not in output
+
+
+def test_a_worker_that_refuses_its_settings_ends_it_with_its_line(serve):
+    process = serve('print("loading"); print("kvsplice prefill: error: --x is too much"); raise SystemExit(2)')
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 2
+    assert output.splitlines()[-1] == "kvsplice serve: error: --x is too much"
 
 
 def test_children_die_with_a_killed_launcher(serve):
