@@ -205,7 +205,9 @@ def test_weights_beyond_the_share_leave_less_than_nothing():
     ("budget_tokens", "num_seqs", "expected_rows", "expected_tokens"),
     [(64, 8, 8, 64), (4, 8, 4, 4), (600, 3, 3, 258), (1, 1, 1, 1)],
 )
-def test_the_profiling_step_is_a_full_one(budget_tokens, num_seqs, expected_rows, expected_tokens, tiny_loaded):
+def test_the_profiling_step_is_a_full_one(
+    budget_tokens, num_seqs, expected_rows, expected_tokens, tiny_loaded, monkeypatch
+):
     batches, sampled = [], []
 
     def sample(logits, requests):
@@ -213,8 +215,9 @@ def test_the_profiling_step_is_a_full_one(budget_tokens, num_seqs, expected_rows
         return argmax(logits, requests)
 
     loaded = tiny_loaded("mistral")
-    with loaded.model.register_forward_pre_hook(lambda _, inputs: batches.append(inputs[0])):
-        profile_step(loaded, pool_settings(max_num_batched_tokens=budget_tokens, max_num_seqs=num_seqs), sample)
+    forward = loaded.model.forward
+    monkeypatch.setattr(loaded.model, "forward", lambda batch, *rest: batches.append(batch) or forward(batch, *rest))
+    profile_step(loaded, pool_settings(max_num_batched_tokens=budget_tokens, max_num_seqs=num_seqs), sample)
     assert sampled == [(expected_rows, 256)]
     assert [len(batch.token_ids) for batch in batches] == [expected_tokens]
 
