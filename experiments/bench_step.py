@@ -1,15 +1,16 @@
 """How long an engine step takes on this CPU: ours, transformers', and the floor that the machine sets.
 
-    python -m experiments.bench_step [--json FILE] [--model PATH] [--threads 1 2] [--rounds N]
+    python -m experiments.bench_step [--json FILE] [--model PATH] [--threads 1 2] [--rounds N] [--best]
 
 All sides of a point take turns within one process, and so do the probes of the machine's speed: what disturbs one
-disturbs all. Times are medians over the rounds; one warm-up round before them is not counted.
+disturbs all. Times are medians over the rounds, or with --best the fastest of them, for a machine that others use at
+the same time; that goes for sides and probes alike. One warm-up round is not counted.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -43,7 +44,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Result:
-    """Median seconds of each side at a point, the floor, and the machine's speed at that time."""
+    """Seconds of each side at a point, the floor, and the machine's speed at that time."""
 
     point: Point
     seconds: dict[str, float]
@@ -59,7 +60,11 @@ def points(threads: Sequence[int]) -> list[Point]:
     return found
 
 
-def measure(point: Point, sides: Sequence[Side], cost: ModelCost, rounds: int) -> Result:
+Typical = Callable[[Sequence[float]], float]
+"""Makes one time of several."""
+
+
+def measure(point: Point, sides: Sequence[Side], cost: ModelCost, rounds: int, typical: Typical) -> Result:
     torch.set_num_threads(point.threads)
     probe = MachineProbe()
     steps = {side.name: _step_of(side, point) for side in sides}
@@ -70,8 +75,8 @@ def measure(point: Point, sides: Sequence[Side], cost: ModelCost, rounds: int) -
             if number > 0:
                 times[name].append(took)
         probe.measure()
-    machine = probe.result()
-    return Result(point, {name: median(taken) for name, taken in times.items()}, _floor(point, cost, machine), machine)
+    machine = probe.result(typical)
+    return Result(point, {name: typical(taken) for name, taken in times.items()}, _floor(point, cost, machine), machine)
 
 
 def _step_of(side: Side, point: Point) -> Step:
@@ -105,6 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2-135m", help="checkpoint folder, or the default model's name")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds at each point")
+    parser.add_argument("--best", action="store_true", help="the fastest round instead of the median one")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args(arguments)
     model = resolve_model(options.model)
@@ -113,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = []
     sys.stdout.write(header([side.name for side in sides]) + "\n")
     for point in points(options.threads):
-        results.append(measure(point, sides, cost, options.rounds))
+        results.append(measure(point, sides, cost, options.rounds, min if options.best else median))
         sys.stdout.write(row(results[-1], sides[0].name, sides[-1].name) + "\n")
         sys.stdout.flush()
     if options.json is not None:

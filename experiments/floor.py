@@ -7,9 +7,8 @@ Bandwidth and peak are measured with torch alone, beside the steps they are comp
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Final
 
 import torch
@@ -30,7 +29,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 class MachineProbe:
-    """Measures read bandwidth and bf16 matmul peak again and again; the medians are the machine's speed."""
+    """Measures read bandwidth and bf16 matmul peak again and again."""
 
     def __init__(self) -> None:
         self._buffer = torch.ones(_READ_BYTES // 4)
@@ -45,8 +44,9 @@ class MachineProbe:
         self._reads.append(min(seconds(buffer.sum), seconds(lambda: torch.dot(buffer, buffer))))
         self._products.append(seconds(lambda: self._left @ self._right.T))
 
-    def result(self) -> "Machine":
-        return Machine(_READ_BYTES / median(self._reads), 2 * _MATMUL_SIZE**3 / median(self._products))
+    def result(self, typical: Callable[[Sequence[float]], float]) -> "Machine":
+        """The machine's speed; `typical` makes one time of all samples, as it does for the steps."""
+        return Machine(_READ_BYTES / typical(self._reads), 2 * _MATMUL_SIZE**3 / typical(self._products))
 
 
 @dataclass(frozen=True)
