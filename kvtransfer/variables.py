@@ -20,6 +20,7 @@ KNOWN_VARIABLES: Final[frozenset[str]] = frozenset(
         "KVSPLICE_DECODE",
         "KVSPLICE_DEVICE",
         "KVSPLICE_DTYPE",
+        "KVSPLICE_ENFORCE_EAGER",
         "KVSPLICE_FIRST_TOKEN_TIMEOUT_S",
         "KVSPLICE_GATEWAY",
         "KVSPLICE_GATEWAY_DEAD_AFTER_S",
