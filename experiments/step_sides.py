@@ -21,7 +21,7 @@ from kvtransfer.messages import RequestSpec, SamplingParams
 Step = Callable[[], object]
 
 _BLOCK_SIZE: Final = 16
-_TOKEN: Final = 1000
+_TOKEN: Final = 100
 """An ordinary token: what is computed does not depend on which."""
 
 
