@@ -41,8 +41,6 @@ def test_points_cover_all_shapes_on_each_number_of_threads():
 def test_all_sides_pick_the_same_tokens(tiny):
     """Prompts are the same on all sides, so the first token must be (bfloat16 leaves room for a tie, not here)."""
     sides = [EngineSide(tiny, "cpu"), EngineSide(tiny, "reference"), TransformersSide(tiny)]
-    token = min(1000, sides[0].vocab_size - 1)
-    assert token > 0
     answers = [side.prefill(20)() for side in sides]
     assert answers[0] == answers[1] == answers[2]
     for side in sides:
