@@ -20,7 +20,7 @@ from torch import nn
 from engine.batch import Batch
 from engine.kv_cache import KvCache
 from engine.model_config import ModelConfig
-from kernels.face import Kernels, PreparedLinear
+from kernels.face import Kernels, PreparedBlock, PreparedLinear
 
 OnLayer = Callable[[int], None]
 """Called with the layer's index as soon as the batch's K and V of that layer are in the pool."""
@@ -38,24 +38,19 @@ class Block(nn.Module):
         return self.forward(*inputs)
 
 
-class Linear(Block):
-    """x @ weight.T + bias; weight: [out_features, in_features]. Runs once `prepare` has been called."""
+class Linear(nn.Module):
+    """Holds the weight [out_features, in_features] and bias of a linear layer until the kernels take them."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__()
         self.weight = _parameter(out_features, in_features)
         self.bias = _parameter(out_features) if bias else None
-        self._product: PreparedLinear | None = None
 
-    def prepare(self, kernels: Kernels) -> None:
-        """Hands the loaded weight to the backend, which lays it out as it likes, and lets go of it."""
-        assert self._product is None, "prepared already"
-        self._product = kernels.prepare_linear(self.weight, self.bias)
+    def prepare(self, kernels: Kernels) -> PreparedLinear:
+        """Hands the loaded weight to the backend, which lays it out as it likes, and lets go of it. Once."""
+        prepared = kernels.prepare_linear(self.weight, self.bias)
         del self.weight, self.bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._product is not None, "prepare comes before the first forward"
-        return self._product(x)
+        return prepared
 
 
 class RmsNorm(Block):
@@ -99,24 +94,28 @@ class Attention(Block):
         self.out = Linear(config.q_size, config.hidden_size, config.o_bias)
         self.query_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.key_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self._out: PreparedLinear | None = None
 
-    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[T, hidden] to [T, hidden]."""
-        query, key, value = self._project(x, context.kernels)
+    def prepare(self, kernels: Kernels) -> None:
+        self._out = self.out.prepare(kernels)
+
+    def forward(self, fused: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """The product of qkv, [T, q_size + 2 * kv_size], to [T, hidden]."""
+        query, key, value = self._split(fused, context.kernels)
         k_pool, v_pool = context.kv_cache.layer(self.index)
         query = context.kernels.rope_store(
             query, key, value, context.cos, context.sin, k_pool, v_pool, context.batch.slot_mapping
         )
         if context.on_layer is not None:
             context.on_layer(self.index)
-        attended: torch.Tensor = self.out(self._attend(query, k_pool, v_pool, context).flatten(1))
-        return attended
+        assert self._out is not None, "prepare comes before the first forward"
+        return self._out(self._attend(query, k_pool, v_pool, context).flatten(1))
 
-    def _project(self, x: torch.Tensor, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _split(self, fused: torch.Tensor, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query [T, num_heads, head_dim], key and value [T, num_kv_heads, head_dim], not rotated yet."""
         config = self.config
-        fused = self.qkv(x).view(x.shape[0], -1, config.head_dim)
-        query, key, value = fused.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        heads = fused.view(fused.shape[0], -1, config.head_dim)
+        query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query, kernels), self.key_norm(key, kernels)
         return query, key, value
@@ -138,17 +137,13 @@ class Attention(Block):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class Mlp(Block):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202); gate and up come out of one product."""
+class Mlp(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202); gate and up come out of one product. Holds their weights."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
         self.down = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
-
-    def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-        activated: torch.Tensor = self.down(kernels.silu_mul(self.gate_up(x)))
-        return activated
 
 
 class DecoderLayer(Block):
@@ -160,18 +155,29 @@ class DecoderLayer(Block):
         self.attention = Attention(config, index)
         self.mlp_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Mlp(config)
+        self._norm_qkv: PreparedBlock | None = None
+        self._norm_mlp: PreparedBlock | None = None
+
+    def prepare(self, kernels: Kernels) -> None:
+        """The backend gets each part that begins with a norm as a whole, so that it may compute it in one call."""
+        norm, qkv = self.attention_norm, self.attention.qkv.prepare(kernels)
+        self._norm_qkv = kernels.norm_linear(norm.weight, norm.eps, qkv)
+        self.attention.prepare(kernels)
+        norm, gate_up, down = self.mlp_norm, self.mlp.gate_up.prepare(kernels), self.mlp.down.prepare(kernels)
+        self._norm_mlp = kernels.norm_mlp(norm.weight, norm.eps, gate_up, down)
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(what this block's mlp adds, the sum before it); both [T, hidden]."""
-        normed, residual = self.attention_norm.add(hidden, residual, context.kernels)
-        attended = self.attention(normed, context)
-        normed, residual = self.mlp_norm.add(attended, residual, context.kernels)
-        return self.mlp(normed, context.kernels), residual
+        assert self._norm_qkv is not None, "prepare comes before the first forward"
+        assert self._norm_mlp is not None, "prepare comes before the first forward"
+        fused, residual = self._norm_qkv(hidden, residual)
+        attended = self.attention(fused, context)
+        return self._norm_mlp(attended, residual)
 
 
-class CausalLm(Block):
+class CausalLm(nn.Module):
     """Token ids in, logits out. Made by `allocate`; `weights.load_weights` fills the parameters; `prepare` hands them
     to the kernels."""
 
@@ -197,9 +203,9 @@ class CausalLm(Block):
     def prepare(self, kernels: Kernels) -> None:
         """Lays out the loaded weights for the backend, one at a time: a packed one replaces the parameter. Only a tied
         embedding may then be held twice, once to look tokens up and once as the output layer."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.prepare(kernels)
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer), type(layer)
+            layer.prepare(kernels)
         self._head = kernels.prepare_linear(self.embedding if self.lm_head is None else self.lm_head, None, wide=True)
         self.lm_head = None
 

@@ -89,12 +89,12 @@ class TransformersSide:
     def decode(self, batch: int, context: int) -> Step:
         cache = DynamicCache(config=self._model.config)
         prompt = torch.full((batch, context - 1), _TOKEN)
-        self._model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self._model(prompt, cache=cache, use_cache=True, logits_to_keep=1)
         return lambda: self._decode_once(cache, batch)
 
     @torch.inference_mode()
     def _decode_once(self, cache: DynamicCache, batch: int) -> list[int]:
-        logits = self._model(torch.full((batch, 1), _TOKEN), past_key_values=cache, use_cache=True).logits
+        logits = self._model(torch.full((batch, 1), _TOKEN), cache=cache, use_cache=True).logits
         cache.crop(-1)
         ids: list[int] = logits[:, -1].argmax(-1).tolist()
         return ids

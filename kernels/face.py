@@ -48,6 +48,12 @@ class PreparedLinear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
+class PreparedBlock(Protocol):
+    """A part of a layer that begins with a norm: (what it makes of rms_norm(s), s) for s = x + residual, all [T, N]."""
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 class Kernels(Protocol):
     """A backend. T: tokens of the batch; H, G: query and KV heads; D: head size."""
 
@@ -66,6 +72,15 @@ class Kernels(Protocol):
         `weight` must hold its final values. The result keeps a layout of its own or `weight` itself, never both, so a
         caller that lets go of `weight` holds the numbers once. `wide`: the result is float32 whatever the weight is.
         """
+        ...
+
+    def norm_linear(self, norm: torch.Tensor, eps: float, linear: PreparedLinear) -> PreparedBlock:
+        """rms_norm by the weight `norm` [N], then a linear that this backend has prepared."""
+        ...
+
+    def norm_mlp(self, norm: torch.Tensor, eps: float, gate_up: PreparedLinear, down: PreparedLinear) -> PreparedBlock:
+        """rms_norm by the weight `norm` [N], then `down(silu_mul(gate_up(...)))` of linears that this backend has
+        prepared."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

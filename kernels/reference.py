@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kernels.face import PreparedLinear, RaggedRows
+from kernels.composed import ComposedMlp, ComposedNormLinear
+from kernels.face import PreparedBlock, PreparedLinear, RaggedRows
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class ReferenceKernels:
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False) -> PreparedLinear:
         return TorchLinear(weight, bias, wide)
+
+    def norm_linear(self, norm: torch.Tensor, eps: float, linear: PreparedLinear) -> PreparedBlock:
+        return ComposedNormLinear(self, norm, eps, linear)
+
+    def norm_mlp(self, norm: torch.Tensor, eps: float, gate_up: PreparedLinear, down: PreparedLinear) -> PreparedBlock:
+        return ComposedMlp(self, norm, eps, gate_up, down)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()

@@ -10,10 +10,11 @@ from types import MappingProxyType
 
 import torch
 
+from kernels.composed import ComposedMlp, ComposedNormLinear
 from kernels.cpu.build import build, cache_folder
 from kernels.cpu.library import Library, TypedFunctions, open_library
-from kernels.cpu.linear import PackedLinear
-from kernels.face import PreparedLinear, RaggedRows
+from kernels.cpu.linear import FusedMlp, FusedNormLinear, PackedLinear
+from kernels.face import PreparedBlock, PreparedLinear, RaggedRows
 from kernels.reference import ReferenceKernels
 
 
@@ -37,9 +38,22 @@ class CpuKernels:
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False) -> PreparedLinear:
         """A packed copy for bfloat16 on a CPU that multiplies it; else torch's own product over `weight` itself."""
-        if weight.dtype == torch.bfloat16 and self._library.has_linear and weight.shape[1] % 2 == 0:
-            return PackedLinear(self._library, weight, bias, wide=wide)
+        linears = self._library.linears
+        if weight.dtype == torch.bfloat16 and linears is not None and weight.shape[1] % 2 == 0:
+            return PackedLinear(linears, weight, bias, wide=wide)
         return self._reference.prepare_linear(weight, bias, wide=wide)
+
+    def norm_linear(self, norm: torch.Tensor, eps: float, linear: PreparedLinear) -> PreparedBlock:
+        composed, linears = ComposedNormLinear(self, norm, eps, linear), self._library.linears
+        if linears is not None and isinstance(linear, PackedLinear):
+            return FusedNormLinear(linears, norm, eps, linear, composed)
+        return composed
+
+    def norm_mlp(self, norm: torch.Tensor, eps: float, gate_up: PreparedLinear, down: PreparedLinear) -> PreparedBlock:
+        composed, linears = ComposedMlp(self, norm, eps, gate_up, down), self._library.linears
+        if linears is not None and isinstance(gate_up, PackedLinear) and isinstance(down, PackedLinear):
+            return FusedMlp(linears, norm, eps, gate_up, down, composed)
+        return composed
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         typed = self._typed.get(x.dtype)

@@ -35,17 +35,35 @@ class TypedFunctions:
     attention: Function
 
 
+class PackedWeights(ctypes.Structure):
+    """`Weights` of `source/linear.h`: addresses of the packed weight and of the bias (or None), then n and k."""
+
+    _fields_ = (("packed", _P), ("bias", _P), ("n", _N), ("k", _N))
+
+
+@dataclass(frozen=True)
+class LinearFunctions:
+    """Linears of packed bfloat16 weights."""
+
+    # weight, n, k, packed, threads
+    pack: Function
+    # weights, x, rows, stride, out, whether out is float, threads
+    linear: Function
+    # weights, norm, eps, x, residual, total, out, rows, threads
+    norm_linear: Function
+    # gate_up, down, norm, eps, x, residual, total, out, rows, threads
+    norm_mlp: Function
+
+
 @dataclass(frozen=True)
 class Library:
-    """All functions. `has_linear`: whether `pack` and `linear` exist (the CPU multiplies bfloat16)."""
+    """All functions. `linears` is None if the CPU does not multiply bfloat16."""
 
     bf16: TypedFunctions
     f32: TypedFunctions
     gather: Function  # pool, slots, out, count, bytes of a token
     splice: Function  # pool, slots, source, count, bytes of a token, first byte, bytes of a source token
-    has_linear: bool
-    pack: Function | None  # weight, n, k, packed, threads
-    linear: Function | None  # x, rows, stride, packed, bias or None, n, k, out, whether float, threads
+    linears: LinearFunctions | None
 
 
 def open_library(path: Path) -> Library:
@@ -54,15 +72,22 @@ def open_library(path: Path) -> Library:
         shared = ctypes.CDLL(str(path))
     except OSError as error:
         raise UnavailableBackendError(f"cannot load the compiled kernels: {error}") from error
-    has_linear = bool(shared.kvsplice_has_linear())
     return Library(
         bf16=_typed(shared, "bf16"),
         f32=_typed(shared, "f32"),
         gather=_function(shared, "gather", _P, _P, _P, _N, _N),
         splice=_function(shared, "splice", _P, _P, _P, _N, _N, _N, _N),
-        has_linear=has_linear,
-        pack=_function(shared, "pack", _P, _N, _N, _P, _I) if has_linear else None,
-        linear=_function(shared, "linear", _P, _N, _N, _P, _P, _N, _N, _P, _I, _I) if has_linear else None,
+        linears=_linears(shared) if shared.kvsplice_has_linear() else None,
+    )
+
+
+def _linears(shared: Any) -> LinearFunctions:
+    weights = ctypes.POINTER(PackedWeights)
+    return LinearFunctions(
+        pack=_function(shared, "pack", _P, _N, _N, _P, _I),
+        linear=_function(shared, "linear", weights, _P, _N, _N, _P, _I, _I),
+        norm_linear=_function(shared, "norm_linear", weights, _P, _F, *[_P] * 4, _N, _I),
+        norm_mlp=_function(shared, "norm_mlp", weights, weights, _P, _F, *[_P] * 4, _N, _I),
     )
 
 

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from kernels.cpu.linear import PackedLinear
+from kernels.cpu.linear import FEW_ROWS, FusedMlp, PackedLinear
 from kernels.reference import ReferenceKernels
 from tests.kernels.cpu_builds import BUILDS, cpu_kernels
 from tests.kernels.paged_case import relative_error
@@ -84,3 +84,46 @@ def test_an_input_of_another_width_is_refused():
     product = cpu_kernels("native").prepare_linear(torch.randn(64, 32).bfloat16(), None)
     with pytest.raises((AssertionError, RuntimeError)):
         product(torch.randn(2, 30).bfloat16())
+
+
+def make_block(kernels, kind, bias):
+    """A block over hidden 70, inner 48, seeded: the same for all kernels."""
+    generator = torch.Generator().manual_seed(5)
+
+    def linear(out_features, in_features):
+        weight = torch.randn(out_features, in_features, generator=generator) / in_features**0.5
+        shift = torch.randn(out_features, generator=generator).bfloat16() if bias else None
+        return kernels.prepare_linear(weight.bfloat16(), shift)
+
+    norm = torch.randn(70, generator=generator).bfloat16()
+    if kind == "norm_linear":
+        return kernels.norm_linear(norm, 1e-5, linear(100, 70))
+    return kernels.norm_mlp(norm, 1e-5, linear(96, 70), linear(70, 48))
+
+
+@EVERY_BUILD
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["norm_linear", "norm_mlp"])
+def test_blocks_are_what_their_parts_make(kind, bias, build):
+    kernels = cpu_kernels(build)
+    ours, theirs = make_block(kernels, kind, bias), make_block(ReferenceKernels(), kind, bias)
+    for rows in (1, 5, FEW_ROWS, FEW_ROWS + 1, 100):
+        x, residual = torch.randn(rows, 70).bfloat16(), torch.randn(rows, 70).bfloat16()
+        (output, total), (expected, expected_total) = ours(x, residual), theirs(x, residual)
+        assert torch.equal(total, expected_total)
+        assert relative_error(output, expected.double()) < 2e-2, "a few roundings of 2**-8"
+        if rows > FEW_ROWS:
+            continue
+        more = torch.zeros(FEW_ROWS + 1 - rows, 70).bfloat16()
+        many, _ = ours(torch.cat((x, more)), torch.cat((residual, more)))
+        assert torch.equal(many[:rows], output), "fused and composed give the same bits"
+
+
+def test_a_native_block_of_few_rows_is_one_call(monkeypatch):
+    kernels = cpu_kernels("native")
+    block = make_block(kernels, "norm_mlp", bias=False)
+    if not isinstance(block, FusedMlp):
+        pytest.skip("this CPU has no bfloat16 products")
+    monkeypatch.setattr(kernels, "silu_mul", None)
+    x = torch.randn(FEW_ROWS, 70).bfloat16()
+    assert block(x, x)[0].shape == x.shape

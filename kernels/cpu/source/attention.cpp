@@ -8,10 +8,9 @@
 //
 // Tiles and segments lie at fixed places of the context, so a row's bits do not depend on its batch or on the threads.
 #include <algorithm>
-#include <cstdlib>
-#include <memory>
 #include <vector>
 
+#include "memory.h"
 #include "tiles.h"
 
 namespace kvsplice {
@@ -20,23 +19,6 @@ constexpr i64 kSegment = 512;      // tokens that a row with one query hands to 
 constexpr i64 kItemLines = 192;    // at most, unless one query has more: enough to pay for packing a tile
 constexpr i64 kFewestLines = 24;   // down to which items shrink to keep all threads busy
 constexpr float kUnseen = -1e30f;  // below any score, and finite: kUnseen - kUnseen is 0
-
-struct Aligned {
-    void operator()(void* memory) const { std::free(memory); }
-};
-
-// Memory of one thread, kept from call to call: asking the system for it anew would cost a page fault every 4 KiB.
-template <class E>
-static E* thread_memory(int which, i64 count) {
-    static thread_local std::unique_ptr<void, Aligned> memory[9];
-    static thread_local i64 sizes[9] = {};
-    const i64 bytes = (count * i64(sizeof(E)) + 63) / 64 * 64;
-    if (bytes > sizes[which]) {
-        memory[which].reset(std::aligned_alloc(64, bytes));
-        sizes[which] = bytes;
-    }
-    return (E*)memory[which].get();
-}
 
 template <class T>
 struct Problem {

@@ -1,89 +1,8 @@
-// Linear layers over weights packed once: x @ weight.T + bias for bfloat16, sums in float.
-//
-//   weight  [n, k] row-major   ->   packed  [ceil(n / 32), k / 2, 32, 2], columns past n filled with zeros
-//
-// Every row of x is multiplied in the same order whatever rows are beside it, so a row's bits do not depend on its
-// batch or on the number of threads.
-#include "panels.h"
+// Linear layers, and blocks of the model around them in one call. See linear.h for the product.
+#include "linear.h"
 
-namespace kvsplice {
-
-constexpr i64 kChunk = 8 * kMaxRows;  // rows that share a panel while it is in the cache nearest to the core
-
-#if defined(KVSPLICE_DOT_BF16)
-
-struct Linear {
-    const bf16* x;
-    i64 x_stride;
-    const bf16* packed;
-    const bf16* bias;  // or null
-    i64 n, k;
-};
-
-template <int ROWS, class Out>
-static inline void store_block(const Accumulators<ROWS>& acc, const Linear& linear, i64 column, Out* out) {
-    const int width = int(linear.n - column < kPanel ? linear.n - column : kPanel);
-    float shift[kPanel] = {};
-    if (linear.bias) {
-        for (int i = 0; i < width; ++i) shift[i] = widen(linear.bias[column + i]);
-    }
-    for (int row = 0; row < ROWS; ++row) {
-        Out rounded[kPanel];
-        store(acc[row][0] + load(shift), rounded);
-        store(acc[row][1] + load(shift + 16), rounded + 16);
-        Out* to = out + row * linear.n + column;
-        if (width == kPanel) {
-            std::memcpy(to, rounded, sizeof(rounded));
-        } else {
-            std::memcpy(to, rounded, width * sizeof(Out));
-        }
-    }
-}
-
-// One panel for a few rows. Meanwhile the next panel is asked for: all of it by the only block of rows, or one half
-// each by the first two. With many rows the products take longer than memory does, and nothing is asked for.
-template <class Out>
-static void multiply_rows(const Linear& linear, i64 begin, i64 end, i64 panel, bool few, Out* out) {
-    const i64 size = linear.k * kPanel;
-    const bf16* weights = linear.packed + panel * size;
-    const i64 blocks = few ? blocks_of(end - begin) : 0;
-    i64 block = 0;
-    each_block(end - begin, [&](i64 first, auto height) {
-        Accumulators<height> acc = {};
-        const i64 row = begin + first;
-        const bf16* x = linear.x + row * linear.x_stride;
-        const char* next = (const char*)(weights + size);
-        if (blocks == 1) {
-            multiply<height>(acc, x, linear.x_stride, weights, linear.k / 2, [next](i64 step) {
-                __builtin_prefetch(next + step * 128, 0, 2);
-                __builtin_prefetch(next + step * 128 + 64, 0, 2);
-            });
-        } else if (block < 2 && blocks > 1) {
-            next += block * size;  // half of the panel's bytes
-            multiply<height>(acc, x, linear.x_stride, weights, linear.k / 2,
-                             [next](i64 step) { __builtin_prefetch(next + step * 64, 0, 2); });
-        } else {
-            multiply<height>(acc, x, linear.x_stride, weights, linear.k / 2);
-        }
-        store_block<height>(acc, linear, panel * kPanel, out + row * linear.n);
-        ++block;
-    });
-}
-
-template <class Out>
-static void run(const Linear& linear, i64 rows, Out* out, int threads) {
-    const i64 panels = (linear.n + kPanel - 1) / kPanel, chunks = (rows + kChunk - 1) / kChunk;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (i64 item = 0; item < panels * chunks; ++item) {
-        const i64 panel = item / chunks, chunk = item % chunks;
-        const i64 begin = chunk * kChunk, end = begin + kChunk < rows ? begin + kChunk : rows;
-        multiply_rows(linear, begin, end, panel, chunks == 1, out);
-    }
-}
-
-#endif
-
-}  // namespace kvsplice
+#include "memory.h"
+#include "rows.h"
 
 using namespace kvsplice;
 
@@ -104,14 +23,40 @@ extern "C" void kvsplice_pack(const bf16* weight, i64 n, i64 k, bf16* packed, in
     }
 }
 
-extern "C" void kvsplice_linear(const bf16* x, i64 rows, i64 x_stride, const bf16* packed, const bf16* bias, i64 n,
-                                i64 k, void* out, int wide, int threads) {
-    const Linear linear{x, x_stride, packed, bias, n, k};
+extern "C" void kvsplice_linear(const Weights* weights, const bf16* x, i64 rows, i64 x_stride, void* out, int wide,
+                                int threads) {
+    const Linear linear{*weights, x, x_stride, weights->packed};
     if (wide) {
         run(linear, rows, (float*)out, threads);
     } else {
         run(linear, rows, (bf16*)out, threads);
     }
+}
+
+// normed (scratch) = rms_norm(x + residual), with the sum in `total`.
+static const bf16* norm_into_scratch(const bf16* norm, float eps, const bf16* x, const bf16* residual, bf16* total,
+                                     i64 rows, i64 size, int threads) {
+    bf16* normed = thread_memory<bf16>(0, rows * size);
+    rms_norm(x, residual, norm, total, normed, Rows{rows, 1, size, size, size}, eps, threads);
+    return normed;
+}
+
+// out = linear(rms_norm(x + residual))
+extern "C" void kvsplice_norm_linear(const Weights* weights, const bf16* norm, float eps, const bf16* x,
+                                     const bf16* residual, bf16* total, bf16* out, i64 rows, int threads) {
+    const bf16* normed = norm_into_scratch(norm, eps, x, residual, total, rows, weights->k, threads);
+    run(Linear{*weights, normed, weights->k, weights->packed}, rows, out, threads);
+}
+
+// out = down(silu_mul(gate_up(rms_norm(x + residual))))
+extern "C" void kvsplice_norm_mlp(const Weights* gate_up, const Weights* down, const bf16* norm, float eps,
+                                  const bf16* x, const bf16* residual, bf16* total, bf16* out, i64 rows, int threads) {
+    const bf16* normed = norm_into_scratch(norm, eps, x, residual, total, rows, gate_up->k, threads);
+    bf16* both = thread_memory<bf16>(1, rows * gate_up->n);
+    bf16* activated = thread_memory<bf16>(2, rows * down->k);
+    run(Linear{*gate_up, normed, gate_up->k, down->packed}, rows, both, threads);
+    silu_mul(both, activated, rows, down->k, threads);
+    run(Linear{*down, activated, down->k, down->packed}, rows, out, threads);
 }
 
 #endif
