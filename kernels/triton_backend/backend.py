@@ -2,7 +2,8 @@
 
 import torch
 
-from kernels.face import PreparedLinear, RaggedRows
+from kernels.composed import ComposedMlp, ComposedNormLinear
+from kernels.face import PreparedBlock, PreparedLinear, RaggedRows
 from kernels.reference import TorchLinear
 from kernels.triton_backend.configs import AttentionConfigs, attention_configs
 from kernels.triton_backend.decode import decode_launches
@@ -28,6 +29,12 @@ class TritonKernels:
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False) -> PreparedLinear:
         """torch's own product: cuBLAS is at the limit already."""
         return TorchLinear(weight, bias, wide)
+
+    def norm_linear(self, norm: torch.Tensor, eps: float, linear: PreparedLinear) -> PreparedBlock:
+        return ComposedNormLinear(self, norm, eps, linear)
+
+    def norm_mlp(self, norm: torch.Tensor, eps: float, gate_up: PreparedLinear, down: PreparedLinear) -> PreparedBlock:
+        return ComposedMlp(self, norm, eps, gate_up, down)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x if x.stride(-1) == 1 and x.dim() <= 3 else x.contiguous().flatten(0, -2)
