@@ -1,11 +1,13 @@
 """A gateway for the launcher's tests: green on the third look, one canned completion.
 
-python -m tests.launcher.fake_gateway PORT
+python -m tests.launcher.fake_gateway PORT [child]        as a child it goes when its launcher goes, as ours do
 """
 
 import json
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
+
+from launcher.lifeline import die_with_launcher
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -35,4 +37,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
+    if sys.argv[2:] == ["child"]:
+        die_with_launcher()
     HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

@@ -26,7 +26,7 @@ from launcher.plan import ChildSpec
 from pathlib import Path
 
 def plan(config, model, machine, environ):
-    gateway = (sys.executable, "-m", "tests.launcher.fake_gateway", str(machine.http_port))
+    gateway = (sys.executable, "-m", "tests.launcher.fake_gateway", str(machine.http_port), "child")
     worker = (sys.executable, "-c", WORKER)
     return [ChildSpec("gateway", gateway, environ), ChildSpec("prefill-0", worker, environ)]
 
