@@ -17,7 +17,8 @@ from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Role
 from kvtransfer.receiver import KvReceiver, ReceiverLimits
 from kvtransfer.settings import parse
-from kvtransfer.worker import Worker, WorkerEvent, exit_on_signals, stop_on_signals
+from kvtransfer.signals import exit_on_signals
+from kvtransfer.worker import Worker, WorkerEvent, stop_on_signals
 from launcher.default_model import resolve_model
 
 PROG = "kvsplice decode"

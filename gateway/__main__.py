@@ -25,6 +25,7 @@ from kvtransfer.channel import ControlServer
 from kvtransfer.errors import SettingsError
 from kvtransfer.logs import configure_logging
 from kvtransfer.settings import one_line_errors, parse
+from kvtransfer.signals import STOP_SIGNALS, exit_on_signals
 from launcher.default_model import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a gateway until it is told to stop; returns the exit code."""
     config = parse(GatewayConfig, sys.argv[1:] if argv is None else argv, os.environ, PROG, DESCRIPTION)
     configure_logging(config.log_level)
-    _exit_on_signals()
+    exit_on_signals()
     with one_line_errors(PROG):
         listener = _listen(config.host, config.port)
         tokenizer = Tokenizer.load(str(resolve_model(config.model, weights=False)))
@@ -54,7 +55,7 @@ class StopSignals:
     def __init__(self) -> None:
         self._server: uvicorn.Server | None = None
         self._is_caught = False
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in STOP_SIGNALS:
             signal.signal(signum, lambda *_: self._catch())
 
     def pass_to(self, server: uvicorn.Server) -> None:
@@ -111,12 +112,6 @@ async def _serve_both(server: uvicorn.Server, listener: socket.socket, dispatchi
     with contextlib.suppress(asyncio.CancelledError, Exception):
         await dispatching
     return 1 if control_died else 0
-
-
-def _exit_on_signals() -> None:
-    """Until there is a server to stop, a signal ends the process as it would end it: with 0 and without a traceback."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda *_: sys.exit(0))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -10,7 +10,6 @@ The loop ends with exit code
 
 import logging
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +20,11 @@ from kvtransfer.incoming import ReceptionEnded
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Cancel, EndReason, Load, RequestEnd, RequestMessage, RequestOutput
 from kvtransfer.outgoing import TransferEnded
+from kvtransfer.signals import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S: Final = 0.2
-STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 TransferEvent = TransferEnded | ReceptionEnded
 
@@ -169,12 +168,6 @@ class Worker:
         self.links.leave("shutting down" if well else "failed")
         self.role.stop()
         return 0 if well else 1
-
-
-def exit_on_signals() -> None:
-    """While a worker still loads, a signal ends the process with 0 and without a traceback."""
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, lambda *_: sys.exit(0))
 
 
 def stop_on_signals(inbox: Mailbox[Any]) -> None:

@@ -12,7 +12,8 @@ from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import PROTOCOL_VERSION, Hello, KvHello, Role
 from kvtransfer.sender import KvSender
 from kvtransfer.settings import parse
-from kvtransfer.worker import Worker, WorkerEvent, exit_on_signals, stop_on_signals
+from kvtransfer.signals import exit_on_signals
+from kvtransfer.worker import Worker, WorkerEvent, stop_on_signals
 from launcher.default_model import resolve_model
 from prefill.config import PrefillConfig
 from prefill.scheduler import PrefillLimits, PrefillScheduler
