@@ -15,7 +15,8 @@ from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.logs import configure_logging
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Role
-from kvtransfer.receiver import KvReceiver, ReceiverLimits
+from kvtransfer.receive_machine import ReceiverLimits
+from kvtransfer.receiver import KvReceiver
 from kvtransfer.settings import parse
 from kvtransfer.signals import exit_on_signals
 from kvtransfer.worker import Worker, WorkerEvent, stop_on_signals

@@ -17,8 +17,8 @@ from engine.buffers import from_bytes
 from engine.kv_cache import dtype_named
 from engine.request import ScheduledRow
 from engine.role import EngineRole
-from kvtransfer.channel import KvBody
 from kvtransfer.incoming import ReceptionEnded
+from kvtransfer.layout import KvBody
 from kvtransfer.messages import DecodeRequest, KvHeader, RequestKey, RequestMessage
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.worker import TransferEvent

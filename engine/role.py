@@ -2,7 +2,7 @@
 
 import abc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic
 
 from engine.admission import check_spec
@@ -16,13 +16,21 @@ from kvtransfer.messages import Cancel, EndReason, Load, RequestEnd, RequestOutp
 class EngineRole(abc.ABC, Generic[Job, Command]):
     """Admission, steps, cancellation, outputs and load; what to compute and how KV moves is the subclass's.
 
-    `holds_output`: whether the KV of output tokens stays in this worker's pool.
+    `holds_output`: whether the KV of output tokens stays in this worker's pool. `clock` gives seconds, monotonic.
     """
 
-    def __init__(self, engine: Engine, book: RequestBook[Job, Command], *, holds_output: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        book: RequestBook[Job, Command],
+        *,
+        holds_output: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._engine = engine
         self._book = book
         self._holds_output = holds_output
+        self._clock = clock
         self._refusals: list[tuple[str, RequestOutput]] = []
 
     def is_empty(self) -> bool:
@@ -54,13 +62,13 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
 
     def step(self) -> bool:
         """One engine step with all that follows from it; False if there was nothing to compute."""
-        now = time.monotonic()
+        now = self._clock()
         self._book.expire(now)
         rows = self._book.schedule(now)
         if not rows:
             return False
         sampled = self._compute(rows)
-        self._book.complete(rows, sampled, time.monotonic())
+        self._book.complete(rows, sampled, self._clock())
         return True
 
     @abc.abstractmethod

@@ -11,7 +11,6 @@ the protocol has beats of its own.
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -20,6 +19,7 @@ import zmq.asyncio
 from kvtransfer.addresses import check_endpoint
 from kvtransfer.addresses import endpoint as endpoint_of
 from kvtransfer.errors import MessageError, SettingsError
+from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import (
     MAX_BODY_BYTES,
@@ -41,14 +41,6 @@ KV_HWM = 256
 """Messages, not bytes: the bound in bytes is the grant's window."""
 
 _Frames = list[zmq.Frame]
-
-
-@dataclass(frozen=True)
-class KvBody:
-    """K and V of one message, as received: read-only bytes, valid as long as this object lives."""
-
-    k: memoryview
-    v: memoryview
 
 
 def configure(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket", *, hwm: int, max_frame: int) -> None:

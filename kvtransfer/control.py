@@ -13,9 +13,9 @@
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import structs
 
@@ -40,6 +40,7 @@ from kvtransfer.messages import (
     RequestOutput,
     StepOutput,
     Welcome,
+    WorkerToGateway,
 )
 
 logger = logging.getLogger(__name__)
@@ -99,12 +100,26 @@ class _Leave:
     reason: str
 
 
+class ControlWire(Protocol):
+    """A worker's connections to its gateways, by their endpoints; see `ControlClient`."""
+
+    def watch(self, mailbox: Mailbox[Any]) -> None: ...
+
+    def poll(self, timeout: float) -> None: ...
+
+    def receive(self) -> list[tuple[str, GatewayToWorker | MessageError]]: ...
+
+    def send(self, gateway: str, message: WorkerToGateway) -> bool: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass
 class GatewayLinks:
     """Runs the control plane of one worker in a thread of its own.
 
     `inbox` takes what the engine has to know; while `max_pending` items wait there, new requests are turned away.
-    `send` and `report` are safe from the engine's thread.
+    `send` and `report` are safe from the engine's thread. `dial` connects a worker id to the gateways.
     """
 
     hello: Hello
@@ -112,6 +127,7 @@ class GatewayLinks:
     timing: LinkTiming
     inbox: Mailbox[Any]
     max_pending: int
+    dial: Callable[[str, Sequence[str]], ControlWire] = ControlClient
     _outbox: Mailbox[_Outgoing | _Leave] = field(default_factory=Mailbox)
     _leaving: bool = False
 
@@ -119,7 +135,7 @@ class GatewayLinks:
         self._report = Report(0, Load(0, 0, 0.0))
         self._links = {endpoint: GatewayLink(endpoint) for endpoint in self.gateways}
         self._complaints = Complaints()
-        self._client = ControlClient(self.hello.worker_id, self.gateways)
+        self._client = self.dial(self.hello.worker_id, self.gateways)
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
     def start(self) -> None:
@@ -146,14 +162,17 @@ class GatewayLinks:
         self._client.watch(self._outbox)
         while not self._leaving:
             self._client.poll(self.timing.beat_interval / 4)
-            now = time.monotonic()
-            for gateway, message in self._client.receive():
-                self._on_message(self._links[gateway], message, now)
-            for item in self._outbox.drain():
-                self._on_outgoing(item)
-            for link in self._links.values():
-                self._on_tick(link, now)
+            self.turn(time.monotonic())
         self._client.close()
+
+    def turn(self, now: float) -> None:
+        """Messages at hand, in and out, and what is due; for the control thread alone."""
+        for gateway, message in self._client.receive():
+            self._on_message(self._links[gateway], message, now)
+        for item in self._outbox.drain():
+            self._on_outgoing(item)
+        for link in self._links.values():
+            self._on_tick(link, now)
 
     def _on_message(self, link: GatewayLink, message: GatewayToWorker | MessageError, now: float) -> None:
         link.heard_at = now

@@ -1,6 +1,7 @@
 """Compares what two workers say they are, and cuts token ranges into frames. Pure arithmetic on the messages' types."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from kvtransfer.errors import ProtocolError
 from kvtransfer.messages import MAX_BODY_BYTES, PROTOCOL_VERSION, Fingerprint, KvHeader, KvLayout, Part
@@ -10,6 +11,14 @@ _MAY_DIFFER = frozenset({"block_size"})
 """Layout fields in which peers may differ: the wire speaks tokens, pools speak blocks."""
 _MAX_VALUE_CHARS = 80
 """Of a value that is shown: with all fields different, a reason stays within the bound of `Text`."""
+
+
+@dataclass(frozen=True)
+class KvBody:
+    """K and V of one message, as received: read-only bytes, valid as long as this object lives."""
+
+    k: memoryview
+    v: memoryview
 
 
 def describe_mismatch(ours: tuple[int, Fingerprint, KvLayout], theirs: tuple[int, Fingerprint, KvLayout]) -> str | None:

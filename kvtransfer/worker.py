@@ -11,7 +11,7 @@ The loop ends with exit code
 import logging
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -89,6 +89,7 @@ class Worker:
     links: GatewayLinks
     inbox: Mailbox[WorkerEvent]
     shutdown_timeout: float  # seconds
+    clock: Callable[[], float] = time.monotonic
     _progress: int = 0
     _stop_at: float | None = None
     _refused: bool = False
@@ -101,16 +102,17 @@ class Worker:
         self.role.start()
         self.links.start()
         try:
-            while not self._is_over(time.monotonic()):
-                self._turn()
+            while not self._is_over(self.clock()):
+                self.turn()
         except Exception:
             logger.exception("this worker's engine failed; giving up")
             self._failed = True
         return self._shut_down()
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """What is at hand, one step, a report."""
         for event in self.inbox.wait(0.0 if self._busy else IDLE_WAIT_S):
-            self._on_event(event, time.monotonic())
+            self._on_event(event, self.clock())
         self._flush()
         self._busy = self.role.step()
         self._flush()

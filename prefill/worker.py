@@ -13,7 +13,7 @@ from engine.assembly import Engine
 from engine.buffers import as_bytes
 from engine.request import ScheduledRow
 from engine.role import EngineRole
-from kvtransfer.channel import KvBody
+from kvtransfer.layout import KvBody
 from kvtransfer.messages import PrefillRequest, RequestKey, RequestMessage
 from kvtransfer.outgoing import Piece, TransferEnded
 from kvtransfer.sender import KvSender

@@ -46,6 +46,8 @@ PURE_FILES = (
     "kvtransfer/incoming.py",
     "kvtransfer/outgoing.py",
     "kvtransfer/peers.py",
+    "kvtransfer/receive_machine.py",
+    "kvtransfer/send_machine.py",
     "engine/stopping.py",
     "engine/admission.py",
     "prefill/scheduler.py",

@@ -11,8 +11,8 @@ from engine.block_pool import BlockPool
 from engine.buffers import as_bytes
 from engine.kv_cache import KvCache
 from kernels.reference import ReferenceKernels
-from kvtransfer.channel import KvBody
 from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
+from kvtransfer.layout import KvBody
 from kvtransfer.messages import Cancel, DecodeRequest, EndReason, KvHeader, KvLayout, PrefillRequest
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 from tests.kvtransfer.samples import FINGERPRINT, spec

@@ -9,12 +9,14 @@ import time
 from collections import Counter
 
 from engine.block_pool import BlockPool
-from kvtransfer.channel import KvBody, KvListener
+from kvtransfer.channel import KvListener
 from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
+from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvHello
 from kvtransfer.outgoing import TransferEnded
-from kvtransfer.receiver import KvReceiver, ReceiverLimits
+from kvtransfer.receive_machine import ReceiverLimits
+from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
 
@@ -127,9 +129,8 @@ class PrefillSide(Side):
         super().__init__(HashPool(64, block_size))
         about = {"fingerprint": FINGERPRINT, "layout": LAYOUT, "protocol": PROTOCOL_VERSION} | identity
         self.peer = (name, generation)
-        self.sender = KvSender(
-            KvHello(worker_id=name, generation=generation, **about), self.pool, self.events, keepalive
-        )
+        self.hello = KvHello(worker_id=name, generation=generation, **about)
+        self.sender = KvSender(self.hello, self.pool, self.events, keepalive)
         self.computed: dict = {}
         self.sender.start()
 

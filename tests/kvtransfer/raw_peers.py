@@ -2,7 +2,8 @@
 
 from contextlib import contextmanager
 
-from kvtransfer.channel import KvBody, KvDialer, KvListener
+from kvtransfer.channel import KvDialer, KvListener
+from kvtransfer.layout import KvBody
 from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvHeader, KvHello, KvOffer, KvWelcome
 from tests.kvtransfer.fake_pools import DecodeSide, PrefillSide, content, wait_until
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
@@ -22,7 +23,7 @@ def running(*sides):
             side.stop()
     for side in sides:
         side.check_at_rest()
-        assert len((side.sender if isinstance(side, PrefillSide) else side.receiver)._book) == 0
+        assert len(side.sender if isinstance(side, PrefillSide) else side.receiver) == 0
         side.events.close()
 
 

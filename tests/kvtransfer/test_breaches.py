@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from kvtransfer import peers as peers_module
-from kvtransfer.channel import KvBody
 from kvtransfer.incoming import ReceptionOutcome
+from kvtransfer.layout import KvBody
 from kvtransfer.messages import (
     PROTOCOL_VERSION,
     DecodeTarget,
@@ -50,7 +50,7 @@ def test_a_peer_that_differs_is_refused_with_the_difference_on_both_sides(differ
         prefill.open(("next", 0), decode.target, 4)
         assert prefill.end_of(("next", 0)).reason == difference
     said_by = {record.name for record in caplog.records if difference in record.getMessage()}
-    assert said_by == {"kvtransfer.sender", "kvtransfer.receiver"}
+    assert said_by == {"kvtransfer.send_machine", "kvtransfer.receive_machine"}
 
 
 def test_a_difference_too_long_to_say_is_cut_and_still_understood():
@@ -161,7 +161,7 @@ def test_a_breach_costs_its_sender_the_link_and_nobody_else_anything(breach):
         prefill.compute(other, 3)
         raw = RawPeer(decode)
         decode.expect(KEY, raw.peer, 2)
-        wait_until(lambda: decode.receiver._book.get(KEY))
+        wait_until(lambda: decode.receiver._machine._book.get(KEY))
         breach(raw)
         assert raw.hear() == Refused("the link broke the protocol")
         end = decode.end_of(KEY)
@@ -200,7 +200,7 @@ def test_a_stranger_cannot_fill_or_end_another_peers_transfer():
         raw = RawPeer(decode)
         raw.send(KvOffer(*KEY, 2))
         decode.expect(KEY, prefill.peer, 2)
-        wait_until(lambda: decode.receiver._book.get(KEY))
+        wait_until(lambda: decode.receiver._machine._book.get(KEY))
         raw.send(KvOffer(*KEY, 2))
         raw.send(*token_frame(KEY, 0, 0))
         raw.send(KvAbort(*KEY, "mine"))
@@ -241,7 +241,7 @@ def test_a_decode_worker_that_breaks_the_protocol_costs_others_nothing(breach):
         prefill.send_all(("other", 0), decode.target, 4)
         assert decode.end_of(("other", 0)).outcome is ReceptionOutcome.ARRIVED
         prefill.end_of(("other", 0))
-    assert bad.heard == [prefill.sender.hello, KvOffer(*KEY, 4)]
+    assert bad.heard == [prefill.hello, KvOffer(*KEY, 4)]
     bad.listener.close()
 
 

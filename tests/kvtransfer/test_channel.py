@@ -14,13 +14,13 @@ from kvtransfer.channel import (
     KV_HWM,
     ControlClient,
     ControlServer,
-    KvBody,
     KvDialer,
     KvListener,
     bind,
     endpoint_port,
 )
 from kvtransfer.errors import MessageError, SettingsError
+from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import (
     MAX_BODY_BYTES,

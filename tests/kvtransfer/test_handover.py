@@ -92,7 +92,7 @@ def test_an_abort_that_overtakes_the_reservation_is_remembered_for_it():
         prefill.open(KEY, decode.target, 8)
         prefill.sender.abort(KEY, "out of luck", tell_peer=True)
         assert prefill.end_of(KEY).outcome is TransferOutcome.ABORTED
-        wait_until(lambda: decode.receiver._book._parked)
+        wait_until(lambda: decode.receiver._machine._book._parked)
         decode.expect(KEY, prefill.peer, 8)
         end = decode.end_of(KEY, seconds=3.0)
         assert (end.outcome, end.reason) == (ReceptionOutcome.ABORTED, "out of luck")
@@ -103,7 +103,7 @@ def test_a_close_reaches_the_other_side():
         decode.expect(KEY, prefill.peer, 16)
         prefill.open(KEY, decode.target, 16)
         prefill.compute(KEY, 16)
-        wait_until(lambda: decode.receiver._first_frame_at)
+        wait_until(lambda: decode.receiver._machine._first_frame_at)
         decode.receiver.close(KEY, "nobody waits")
         assert decode.end_of(KEY).outcome is ReceptionOutcome.CLOSED
         end = prefill.end_of(KEY)

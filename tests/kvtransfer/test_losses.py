@@ -3,7 +3,7 @@
 import time
 
 from kvtransfer import incoming as incoming_module
-from kvtransfer import receiver as receiver_module
+from kvtransfer import receive_machine as machine_module
 from kvtransfer.channel import KvListener, endpoint_port
 from kvtransfer.incoming import ReceptionOutcome
 from kvtransfer.messages import DecodeTarget, KvAbort, KvCredit, KvDone, KvGrant, KvOffer, KvRevoke
@@ -21,7 +21,7 @@ def test_a_restarted_decode_worker_is_dialled_anew():
             old.expect(KEY, prefill.peer, 8)
             prefill.open(KEY, old.target, 8)
             prefill.compute(KEY, 4)
-            wait_until(lambda: old.receiver._first_frame_at)
+            wait_until(lambda: old.receiver._machine._first_frame_at)
             old.receiver.close(KEY, "crash")
             old.end_of(KEY)
             prefill.end_of(KEY)
@@ -39,7 +39,7 @@ def test_a_decode_worker_that_forgot_us_ends_our_open_transfers():
     with running(PrefillSide(keepalive=0.1)) as prefill:
         with running(DecodeSide(generation="old")) as old:
             prefill.open(KEY, old.target, 8)
-            wait_until(lambda: old.receiver._peers)
+            wait_until(lambda: old.receiver._machine._peers)
         with running(DecodeSide(generation="new", port=endpoint_port(old.target.kv_endpoint))):
             assert prefill.end_of(KEY).outcome is TransferOutcome.FAILED
 
@@ -137,7 +137,7 @@ def test_a_full_queue_delays_and_loses_nothing():
             prefill.sender.open(key, target, 4)
         time.sleep(0.1)
         with running(DecodeSide(port=port)) as decode:
-            offered = decode.receiver._book._parked
+            offered = decode.receiver._machine._book._parked
             wait_until(lambda: {name for name, _ in list(offered)} == set(keys), seconds=3.0)
             for key in keys:
                 prefill.sender.abort(key, "enough", tell_peer=True)
@@ -154,17 +154,17 @@ def test_an_idle_link_is_hung_up_and_dialled_again_when_needed():
             prefill.send_all(key, decode.target, 4)
             assert decode.end_of(key).outcome is ReceptionOutcome.ARRIVED
             prefill.end_of(key)
-            wait_until(lambda: not prefill.sender._peers)
+            wait_until(lambda: not prefill.sender._machine._peers)
 
 
 def test_a_link_that_fell_silent_is_forgotten_and_a_busy_one_is_not(monkeypatch):
-    monkeypatch.setattr(receiver_module, "IDLE_LEASES", 1)
+    monkeypatch.setattr(machine_module, "IDLE_LEASES", 1)
     with running(PrefillSide(keepalive=0.05), DecodeSide(lease=0.4)) as (prefill, decode):
         silent = RawPeer(decode)
         decode.expect(KEY, prefill.peer, 4)
         prefill.open(KEY, decode.target, 4)
-        wait_until(lambda: len(decode.receiver._peers) == 2)
-        wait_until(lambda: len(decode.receiver._peers) == 1)
+        wait_until(lambda: len(decode.receiver._machine._peers) == 2)
+        wait_until(lambda: len(decode.receiver._machine._peers) == 1)
         time.sleep(0.5)
         prefill.compute(KEY, 4)
         prefill.sender.first_token(KEY, 1)
@@ -174,11 +174,11 @@ def test_a_link_that_fell_silent_is_forgotten_and_a_busy_one_is_not(monkeypatch)
 
 
 def test_a_silent_link_is_kept_while_a_reservation_waits_for_it(monkeypatch):
-    monkeypatch.setattr(receiver_module, "IDLE_LEASES", 0)
+    monkeypatch.setattr(machine_module, "IDLE_LEASES", 0)
     with running(DecodeSide(lease=0.8)) as decode:
         decode.expect(KEY, ("prefill-7", "g7"), 4)
         raw, idle = RawPeer(decode), RawPeer(decode, "prefill-8")
-        wait_until(lambda: len(decode.receiver._peers) == 1)
+        wait_until(lambda: len(decode.receiver._machine._peers) == 1)
         raw.send(KvOffer(*KEY, 4))
         assert isinstance(raw.hear(), KvGrant)
         raw.send(KvAbort(*KEY, "enough"))

@@ -1,0 +1,308 @@
+"""What prefill's end of the KV hand-over does with each command and message. No thread, socket or clock: frames leave
+through a `KvOutlet`, `now` is seconds, monotonic. The thread around it is `kvtransfer/sender.py`.
+
+Offers are repeated every `keepalive` seconds while a transfer is open; each renews the receiver's lease. A link that
+nothing was sent on for IDLE_KEEPALIVES of them is hung up, and a refusal at its handshake forgotten with it.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtransfer.errors import MessageError, ProtocolError, SettingsError
+from kvtransfer.layout import KvBody, max_frame_tokens, token_bytes
+from kvtransfer.messages import (
+    DecodeTarget,
+    DecodeToPrefill,
+    KvAbort,
+    KvCredit,
+    KvDone,
+    KvFirstToken,
+    KvGrant,
+    KvHeader,
+    KvHello,
+    KvOffer,
+    KvRevoke,
+    KvWelcome,
+    PrefillToDecode,
+    Refused,
+    RequestKey,
+)
+from kvtransfer.outgoing import OutgoingBook, OutgoingTransfer, Piece, TransferEnded, TransferOutcome
+
+logger = logging.getLogger(__name__)
+
+PIECES_A_TURN = 16
+"""Pieces shipped before the sender looks at its sockets and its commands again."""
+IDLE_KEEPALIVES = 4
+
+
+class KvSource(Protocol):
+    """Where KV is read from: the prefill worker's pool."""
+
+    def gather(self, key: RequestKey, piece: Piece) -> KvBody:
+        """K and V of one layer for tokens [start, stop), each [tokens, num_kv_heads, head_dim], contiguous bytes."""
+        ...
+
+
+class KvOutlet(Protocol):
+    """The links to decode workers, by worker id. Nothing here blocks."""
+
+    def dial(self, peer: str, endpoint: str) -> None:
+        """Opens a link; raises SettingsError for a bad endpoint."""
+        ...
+
+    def hang_up(self, peer: str) -> None: ...
+
+    def send(self, peer: str, message: PrefillToDecode, body: KvBody | None = None) -> bool:
+        """False if the queue to this peer is full."""
+        ...
+
+    def has_room(self, peer: str) -> bool:
+        """Whether a send would be taken now."""
+        ...
+
+
+@dataclass(frozen=True)
+class Open:
+    """Offer a request's KV to `target`."""
+
+    key: RequestKey
+    target: DecodeTarget
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """KV of tokens [0, stop) of `layer` is in the pool, for each (key, stop)."""
+
+    layer: int
+    stops: tuple[tuple[RequestKey, int], ...]
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """The prompt is computed and its first token sampled."""
+
+    key: RequestKey
+    token_id: int
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Give a transfer up; answered by TransferEnded unless it has ended already."""
+
+    key: RequestKey
+    reason: str
+    tell_peer: bool
+
+
+SendCommand = Open | Ready | FirstToken | Abort
+
+
+@dataclass
+class _Peer:
+    target: DecodeTarget
+    used_at: float  # monotonic seconds
+    is_welcome: bool = False
+    refusal: str | None = None
+
+
+class SendMachine:
+    """Ships KV of a prefill worker. `report` takes what the engine has to know; `keepalive` in seconds."""
+
+    def __init__(
+        self,
+        hello: KvHello,
+        source: KvSource,
+        outlet: KvOutlet,
+        report: Callable[[TransferEnded], None],
+        keepalive: float,
+    ) -> None:
+        self._hello = hello
+        self._source = source
+        self._outlet = outlet
+        self._report = report
+        self._keepalive = keepalive
+        self._book = OutgoingBook()
+        self._peer_of: dict[RequestKey, str] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._aborts: list[tuple[str, KvAbort]] = []  # to be said as soon as the peer's queue has room
+        self._next_keepalive = 0.0
+
+    def __len__(self) -> int:
+        return len(self._book)
+
+    def apply(self, command: SendCommand, now: float) -> None:
+        match command:
+            case Open():
+                self._open(command, now)
+            case Ready(layer, stops):
+                for key, stop in stops:
+                    if transfer := self._book.find(key):
+                        transfer.mark_ready(layer, stop)
+            case FirstToken(key, token_id):
+                if transfer := self._book.find(key):
+                    transfer.first_token_id = token_id
+            case Abort(key, reason, tell_peer):
+                if tell_peer and self._book.find(key):
+                    self._aborts.append((self._peer_of[key], KvAbort(*key, reason=reason)))
+                self._end(key, TransferOutcome.ABORTED, reason)
+
+    def _open(self, command: Open, now: float) -> None:
+        layout = self._hello.layout
+        refusal = self._dial(command.target, now)
+        self._peer_of[command.key] = command.target.worker_id
+        self._book.open(
+            OutgoingTransfer(
+                key=command.key,
+                num_tokens=command.num_tokens,
+                num_layers=layout.num_layers,
+                piece_bytes_per_token=2 * token_bytes(layout),
+                max_piece_tokens=max_frame_tokens(layout),
+            )
+        )
+        if refusal is not None:
+            self._end(command.key, TransferOutcome.FAILED, refusal)
+
+    def _dial(self, target: DecodeTarget, now: float) -> str | None:
+        """Opens a link to `target` if there is none, and returns why it takes no KV, if so. A new generation replaces
+        the old one's link."""
+        peer = self._peers.get(target.worker_id)
+        if peer is not None and peer.target == target:
+            peer.used_at = peer.used_at if peer.refusal else now
+            return peer.refusal
+        if peer is not None:
+            self._drop_peer(target.worker_id, "the decode worker was restarted")
+        try:
+            self._outlet.dial(target.worker_id, target.kv_endpoint)
+        except SettingsError as error:
+            logger.error("decode worker %s: %s", target.worker_id, error)
+            return "the decode worker's KV address cannot be dialled"
+        self._outlet.send(target.worker_id, self._hello)
+        self._peers[target.worker_id] = _Peer(target, now)
+        return None
+
+    def _drop_peer(self, name: str, reason: str) -> None:
+        self._fail_all(name, reason)
+        self._outlet.hang_up(name)
+        del self._peers[name]
+
+    def _fail_all(self, name: str, reason: str) -> None:
+        for key in [key for key, peer in self._peer_of.items() if peer == name]:
+            self._end(key, TransferOutcome.FAILED, reason)
+
+    def on_message(self, name: str, message: DecodeToPrefill | MessageError) -> None:
+        if name not in self._peers:
+            return  # dropped a moment ago
+        try:
+            self._handle(name, message)
+        except ProtocolError as error:
+            logger.error("decode worker %s broke the protocol, closing the link: %s", name, error)
+            self._drop_peer(name, "the decode worker broke the protocol")
+
+    def _handle(self, name: str, message: DecodeToPrefill | MessageError) -> None:
+        match message:
+            case MessageError():
+                raise message
+            case KvWelcome(generation):
+                self._on_welcome(name, generation)
+            case Refused(reason):
+                self._on_refused(name, reason)
+            case KvGrant(request_id, attempt, first_token, window_bytes):
+                if transfer := self._find(name, (request_id, attempt)):
+                    transfer.grant(first_token, window_bytes)
+            case KvCredit(request_id, attempt, spliced_bytes):
+                if transfer := self._find(name, (request_id, attempt)):
+                    transfer.credit(spliced_bytes)
+            case KvDone(request_id, attempt):
+                if self._find(name, (request_id, attempt)):
+                    self._end((request_id, attempt), TransferOutcome.DONE)
+            case KvRevoke(request_id, attempt, reason):
+                if self._find(name, (request_id, attempt)):
+                    self._end((request_id, attempt), TransferOutcome.REVOKED, reason)
+
+    def _on_welcome(self, name: str, generation: str) -> None:
+        """Behind the address may be another decode worker by now, which has no room reserved for what is meant for
+        the one before."""
+        peer = self._peers[name]
+        if generation != peer.target.generation:
+            logger.warning("decode worker %s is not the one that was meant: it was restarted", name)
+            self._drop_peer(name, "the decode worker was restarted")
+            return
+        logger.info("KV link to %s is up", name)
+        peer.is_welcome = True
+
+    def _on_refused(self, name: str, reason: str) -> None:
+        """At the handshake the first word holds; what follows answers what was sent behind KvHello. Later on, the
+        other side has lost track of this link (it was cut, or its peer restarted): the next transfer dials anew."""
+        peer = self._peers[name]
+        if peer.refusal is not None:
+            return
+        logger.error("decode worker %s refused our KV: %s", name, reason)
+        if peer.is_welcome:
+            self._drop_peer(name, reason)
+            return
+        peer.refusal = reason
+        self._fail_all(name, reason)
+
+    def _find(self, name: str, key: RequestKey) -> OutgoingTransfer | None:
+        """The transfer `key` if it is open and goes to `name`; late messages of ended ones find nothing."""
+        return self._book.find(key) if self._peer_of.get(key) == name else None
+
+    def _end(self, key: RequestKey, outcome: TransferOutcome, reason: str = "") -> None:
+        if self._book.close(key) is not None:
+            del self._peer_of[key]
+            self._report(TransferEnded(key, outcome, reason))
+
+    def _send_aborts(self) -> None:
+        """To peers whose link is gone there is nothing left to say."""
+        self._aborts = [
+            (peer, abort) for peer, abort in self._aborts if peer in self._peers and not self._outlet.send(peer, abort)
+        ]
+
+    def ship(self, now: float) -> bool:
+        """Keep-alives, aborts, and up to a turn's worth of KV; True if there may be more to ship right away."""
+        self._keep_alive(now)
+        self._send_aborts()
+        left = PIECES_A_TURN
+        for transfer in self._book:
+            peer = self._peer_of[transfer.key]
+            if not transfer.offered:
+                transfer.offered = self._outlet.send(peer, KvOffer(*transfer.key, num_tokens=transfer.num_tokens))
+            while left and self._outlet.has_room(peer) and (piece := transfer.next_piece()):
+                self._ship_piece(peer, transfer, piece)
+                left -= 1
+            self._ship_first_token(peer, transfer)
+        return left == 0
+
+    def _ship_piece(self, peer: str, transfer: OutgoingTransfer, piece: Piece) -> None:
+        layout = self._hello.layout
+        header = KvHeader(
+            *transfer.key,
+            layer=piece.layer,
+            start=piece.start,
+            stop=piece.stop,
+            head_start=0,
+            head_stop=layout.num_kv_heads,
+            dtype=layout.dtype,
+        )
+        if self._outlet.send(peer, header, self._source.gather(transfer.key, piece)):
+            transfer.shipped(piece)
+
+    def _ship_first_token(self, peer: str, transfer: OutgoingTransfer) -> None:
+        if transfer.first_token_sent or transfer.first_token_id is None or not transfer.all_shipped:
+            return
+        message = KvFirstToken(*transfer.key, token_id=transfer.first_token_id)
+        transfer.first_token_sent = self._outlet.send(peer, message)
+
+    def _keep_alive(self, now: float) -> None:
+        if now < self._next_keepalive:
+            return
+        self._next_keepalive = now + self._keepalive
+        for transfer in self._book:
+            transfer.offered = False
+        busy, idle_since = set(self._peer_of.values()), now - IDLE_KEEPALIVES * self._keepalive
+        for name in [name for name, peer in self._peers.items() if peer.used_at < idle_since and name not in busy]:
+            self._drop_peer(name, "idle")
