@@ -44,7 +44,14 @@ def build(config: DecodeConfig, engine: Engine, listener: KvListener) -> Worker:
     inbox: Mailbox[WorkerEvent] = Mailbox()
     kv_endpoint = endpoint(config.kv_dial_host, endpoint_port(listener.endpoint))
     hello = introduce(config, Role.DECODE, engine, kv_endpoint)
-    limits = DecodeLimits(config.max_num_seqs, config.max_waiting, engine.max_model_len, config.lease_s)
+    limits = DecodeLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_waiting=config.max_waiting,
+        max_model_len=engine.max_model_len,
+        lease=config.lease_s,
+        # Prefill gives a request up itself, a lease earlier: its word says more.
+        offer_timeout=config.queue_timeout_s + config.lease_s,
+    )
     scheduler = DecodeScheduler(engine.pool, limits, engine.eos_token_ids)
     receiver = KvReceiver(
         listener=listener,

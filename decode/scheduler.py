@@ -2,11 +2,15 @@
 
 The life of a request here:
 
-1. `add`: checked by the worker, queued (WAITING).
-2. First come, first served, blocks for all its tokens are reserved and its KV is expected (RECEIVING). No room: it
-   waits, and prefill holds its KV; the wait is bounded by the lease.
-3. `reception_ended`: the KV is in the pool and the first token known; it takes part in the next step (RUNNING).
-4. Each step gives each running request one token, until a stop rule ends it (ENDED).
+1. `add`: checked by the worker, queued, its offer expected (WAITING).
+2. `offered`: prefill has admitted it, so its KV will come without waiting for anybody else (OFFERED).
+3. First come, first served among those, blocks for all its tokens are reserved and its KV is granted (RECEIVING). No
+   room: it waits, and prefill holds its KV; the wait is bounded by the lease.
+4. `reception_ended`: the KV is in the pool and the first token known; it takes part in the next step (RUNNING).
+5. Each step gives each running request one token, until a stop rule ends it (ENDED).
+
+Room is kept for none that prefill has not admitted: with both pools nearly full, each side could wait for what the
+other keeps for somebody else.
 
 A request reserves room for prompt + max_tokens - 1 tokens: the last token is never fed back, and no running request
 can be left without a block.
@@ -20,18 +24,20 @@ from engine.block_pool import BlockPool
 from engine.request import Outgoing, Request, RequestState, ScheduledRow
 from engine.request_book import RequestBook
 from engine.stopping import finish_reason
-from kvtransfer.incoming import PeerId, ReceptionEnded, ReceptionOutcome
+from kvtransfer.incoming import KvOffered, PeerId, ReceptionEnded, ReceptionOutcome
 from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput
 
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """Requests that hold blocks at once, requests waiting, tokens a request, seconds to wait for room."""
+    """Requests that hold blocks at once, requests waiting, tokens a request; seconds to wait for room (`lease`), and
+    for prefill's offer."""
 
     max_num_seqs: int
     max_waiting: int
     max_model_len: int
     lease: float
+    offer_timeout: float
 
 
 @dataclass(eq=False, kw_only=True)
@@ -43,7 +49,14 @@ class DecodeJob(Request):
 
 
 @dataclass(frozen=True)
-class ExpectKv:
+class ExpectOffer:
+    """Say when the request's KV is offered; answered in the end by `reception_ended`."""
+
+    request: DecodeJob
+
+
+@dataclass(frozen=True)
+class GrantKv:
     """Blocks are reserved: take the request's KV."""
 
     request: DecodeJob
@@ -57,7 +70,7 @@ class CloseReception:
     reason: str
 
 
-ReceptionCommand = ExpectKv | CloseReception
+ReceptionCommand = ExpectOffer | GrantKv | CloseReception
 
 
 class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
@@ -67,6 +80,15 @@ class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
         super().__init__(pool, limits.max_waiting)
         self._limits = limits
         self._eos_token_ids = eos_token_ids
+
+    def offered(self, event: KvOffered, now: float) -> None:
+        """Prefill holds blocks for the request; said once."""
+        request = self._requests.get(event.key)
+        if request is None or request.state is not RequestState.WAITING:
+            return
+        request.record(LifetimeEvent.OFFERED, now)
+        request.move(RequestState.OFFERED)
+        self._reserve(now)
 
     def reception_ended(self, event: ReceptionEnded, now: float) -> None:
         """The receiver will not touch the request's blocks again; ARRIVED brings the first token."""
@@ -84,12 +106,22 @@ class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
             self._start_running(request, event.first_token_id, now)
 
     def expire(self, now: float) -> None:
-        """Ends requests that have waited for room longer than the lease."""
+        """Ends requests that have waited too long for their offer, or for room."""
         for request in list(self._waiting):
-            if request.state is not RequestState.WAITING:
-                continue  # an earlier one's end has just made room for it
-            if now - request.events[LifetimeEvent.RECEIVED] > self._limits.lease:
-                self._end(request, EndReason.OVERLOADED, now, f"no room in the KV pool for {self._limits.lease:g} s")
+            if request.state is RequestState.WAITING:
+                self._expire_unoffered(request, now)
+            elif request.state is RequestState.OFFERED:  # not, if an earlier one's end has just made room for it
+                self._expire_without_room(request, now)
+
+    def _expire_unoffered(self, request: DecodeJob, now: float) -> None:
+        limit = self._limits.offer_timeout
+        if now - request.events[LifetimeEvent.RECEIVED] > limit:
+            self._end(request, EndReason.FAILED, now, f"the prefill worker has not offered the KV for {limit:g} s")
+
+    def _expire_without_room(self, request: DecodeJob, now: float) -> None:
+        limit = self._limits.lease
+        if now - request.events[LifetimeEvent.OFFERED] > limit:
+            self._end(request, EndReason.OVERLOADED, now, f"no room in the KV pool for {limit:g} s")
 
     # --- the step
 
@@ -123,22 +155,25 @@ class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
             self._end(request, reason, now)
 
     def _reserve(self, now: float) -> None:
-        while self._waiting and self.num_running < self._limits.max_num_seqs:
-            request = self._waiting[0]
+        for request in [request for request in self._waiting if request.state is RequestState.OFFERED]:
             num_tokens = request.num_prompt + request.sampling.max_tokens - 1
-            if not self._pool.can_fit(num_tokens):
+            if self.num_running >= self._limits.max_num_seqs or not self._pool.can_fit(num_tokens):
                 return
             request.block_ids = self._pool.allocate(num_tokens, owner=request.key)
-            self._waiting.popleft()
+            self._waiting.remove(request)
             request.move(RequestState.RECEIVING)
-            request.lent = True
             request.record(LifetimeEvent.RESERVED, now)
-            self._commands.append(ExpectKv(request))
+            self._commands.append(GrantKv(request))
 
     # --- queue, end, word
 
     def _queued(self, request: DecodeJob, now: float) -> None:
-        self._reserve(now)
+        request.lent = True
+        self._commands.append(ExpectOffer(request))
+
+    def _end(self, request: DecodeJob, reason: EndReason, now: float, message: str = "") -> None:
+        super()._end(request, reason, now, message)
+        self._reserve(now)  # who leaves the queue may have stood in the way of others
 
     def _release(self, request: DecodeJob, now: float) -> None:
         super()._release(request, now)

@@ -1,23 +1,25 @@
 """A decode worker: takes KV from prefill workers and keeps many requests generating in one continuous batch.
 
-1. A request comes from a gateway, is checked and queued until blocks for all its tokens can be reserved.
+1. A request comes from a gateway, is checked and queued until prefill offers its KV and blocks for all its tokens can
+   be reserved.
 2. The receiver takes its KV straight into those blocks, off the step loop.
 3. With the KV complete and prefill's first token here, it takes part in each step until a stop rule ends it.
 4. Each step's tokens go out in one message a gateway.
 """
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
-from decode.scheduler import CloseReception, DecodeJob, DecodeScheduler, ExpectKv, ReceptionCommand
+from decode.scheduler import CloseReception, DecodeJob, DecodeScheduler, ExpectOffer, GrantKv, ReceptionCommand
 from engine.assembly import Engine
 from engine.buffers import from_bytes
 from engine.kv_cache import dtype_named
 from engine.request import ScheduledRow
 from engine.role import EngineRole
-from kvtransfer.incoming import ReceptionEnded
+from kvtransfer.incoming import KvOffered, ReceptionEnded
 from kvtransfer.layout import KvBody
 from kvtransfer.messages import DecodeRequest, KvHeader, RequestKey, RequestMessage
 from kvtransfer.receiver import KvReceiver
@@ -51,8 +53,14 @@ class PoolSink:
 class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
     """The decode side of `kvtransfer.worker.WorkerRole`."""
 
-    def __init__(self, engine: Engine, scheduler: DecodeScheduler, receiver: KvReceiver) -> None:
-        super().__init__(engine, scheduler, holds_output=True)
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: DecodeScheduler,
+        receiver: KvReceiver,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(engine, scheduler, holds_output=True, clock=clock)
         self._scheduler = scheduler
         self._receiver = receiver
 
@@ -74,15 +82,22 @@ class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
             self._scheduler.add(DecodeJob(spec=message.request, gateway=gateway, peer=peer), now)
 
     def on_transfer(self, event: TransferEvent, now: float) -> None:
-        assert isinstance(event, ReceptionEnded), event
-        self._scheduler.reception_ended(event, now)
+        match event:
+            case KvOffered():
+                self._scheduler.offered(event, now)
+            case ReceptionEnded():
+                self._scheduler.reception_ended(event, now)
+            case _:
+                raise AssertionError(event)
 
     def _compute(self, rows: Sequence[ScheduledRow]) -> list[int | None]:
         return self._engine.runner.step(rows)
 
     def _carry_out(self, command: ReceptionCommand) -> None:
         match command:
-            case ExpectKv(job):
-                self._receiver.expect(job.key, job.peer, job.num_prompt, first_token=0)
+            case ExpectOffer(job):
+                self._receiver.expect(job.key, job.peer, job.num_prompt)
+            case GrantKv(job):
+                self._receiver.grant(job.key, first_token=0)
             case CloseReception(key, reason):
                 self._receiver.close(key, reason)

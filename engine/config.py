@@ -102,6 +102,13 @@ class EngineConfig(Settings):
         ge=0.1,
         le=86400,
     )
+    queue_timeout_s: float = setting(
+        300.0,
+        "Longest wait of a request for its turn on a prefill worker, in seconds.",
+        group="timing",
+        ge=0.1,
+        le=86400,
+    )
     shutdown_timeout_s: float = setting(
         10.0, "Seconds that running requests get to end after SIGTERM.", group="timing", ge=0, le=3600
     )

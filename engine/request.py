@@ -19,13 +19,14 @@ class RequestState(Enum):
     """Where a request is on this worker.
 
     prefill:   WAITING -> RUNNING -> HANDING_OVER -> ENDED
-    decode:    WAITING -> RECEIVING -> RUNNING -> ENDED
+    decode:    WAITING -> OFFERED -> RECEIVING -> RUNNING -> ENDED
     colocated: WAITING -> RUNNING -> ENDED
 
     A request that ends while a transfer thread may still touch its blocks goes through CLOSING.
     """
 
     WAITING = "waiting"  # no blocks yet
+    OFFERED = "offered"  # decode: prefill holds blocks for it; no blocks here yet
     RECEIVING = "receiving"  # decode: blocks reserved, KV arriving
     RUNNING = "running"  # takes part in steps
     HANDING_OVER = "handing_over"  # prefill: computed, blocks held until decode has the KV
@@ -35,8 +36,9 @@ class RequestState(Enum):
 
 _MOVES: dict[RequestState, frozenset[RequestState]] = {
     RequestState.WAITING: frozenset(
-        {RequestState.RECEIVING, RequestState.RUNNING, RequestState.CLOSING, RequestState.ENDED}
+        {RequestState.OFFERED, RequestState.RUNNING, RequestState.CLOSING, RequestState.ENDED}
     ),
+    RequestState.OFFERED: frozenset({RequestState.RECEIVING, RequestState.CLOSING, RequestState.ENDED}),
     RequestState.RECEIVING: frozenset({RequestState.RUNNING, RequestState.CLOSING, RequestState.ENDED}),
     RequestState.RUNNING: frozenset({RequestState.HANDING_OVER, RequestState.CLOSING, RequestState.ENDED}),
     RequestState.HANDING_OVER: frozenset({RequestState.CLOSING, RequestState.ENDED}),

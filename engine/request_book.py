@@ -2,7 +2,8 @@
 
 Knows no torch, socket or clock. A request is in exactly one place:
 
-    _waiting (WAITING) -> _running (RUNNING) -> neither, while a transfer has it (RECEIVING, HANDING_OVER, CLOSING)
+    _waiting (WAITING, OFFERED) -> _running (RUNNING)
+    neither, while a transfer has it (RECEIVING, HANDING_OVER, CLOSING)
 
 and in `_requests` until its blocks are free again. What a scheduler decides is drained by its worker: `take_outputs` is
 for the gateways, `take_commands` for the thread that moves KV.
@@ -46,7 +47,7 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
     @property
     def num_running(self) -> int:
         """Requests that hold blocks, computing or not."""
-        return len(self._requests) - len(self._waiting)
+        return sum(1 for request in self._requests.values() if request.block_ids)
 
     def find(self, key: RequestKey) -> Job | None:
         return self._requests.get(key)
@@ -95,7 +96,7 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
 
     @abc.abstractmethod
     def expire(self, now: float) -> None:
-        """Ends requests that have waited for another worker, or for room, longer than the lease."""
+        """Ends requests that have waited for another worker, or for room, too long."""
 
     @abc.abstractmethod
     def schedule(self, now: float) -> list[ScheduledRow]:
@@ -105,9 +106,9 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
     def complete(self, rows: Sequence[ScheduledRow], sampled: Sequence[int | None], now: float) -> None:
         """Books a step: for each row the token it sampled, or None."""
 
-    @abc.abstractmethod
     def _queued(self, request: Job, now: float) -> None:
-        """`request` has just been queued."""
+        """`request` has just been queued; where that is all, nothing is left to do."""
+        return
 
     @abc.abstractmethod
     def _stop_transfer(self, request: Job, reason: EndReason, message: str) -> Command:

@@ -55,8 +55,7 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
 
     def flush(self) -> Sequence[tuple[str, RequestOutput]]:
         """Carries out what the scheduler decided and returns what the gateways have to know, in order."""
-        for command in self._book.take_commands():
-            self._carry_out(command)
+        self._carry_out_all()
         refusals, self._refusals = self._refusals, []
         return refusals + [(item.gateway, item.output) for item in self._book.take_outputs()]
 
@@ -65,11 +64,16 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
         now = self._clock()
         self._book.expire(now)
         rows = self._book.schedule(now)
+        self._carry_out_all()  # what has been admitted is offered before its KV is computed, not a step later
         if not rows:
             return False
         sampled = self._compute(rows)
         self._book.complete(rows, sampled, self._clock())
         return True
+
+    def _carry_out_all(self) -> None:
+        for command in self._book.take_commands():
+            self._carry_out(command)
 
     @abc.abstractmethod
     def _compute(self, rows: Sequence[ScheduledRow]) -> list[int | None]:

@@ -1,4 +1,4 @@
-"""What decode has received of the KV it reserved room for: one record a transfer. No socket, tensor or clock.
+"""What decode has received of the KV that it expects: one record a transfer. No socket, tensor or clock.
 
 The tokens of one layer in one transfer; a link keeps the order, so anything but the next token is a breach:
 
@@ -31,6 +31,13 @@ class ReceptionOutcome(Enum):
 
 
 @dataclass(frozen=True)
+class KvOffered:
+    """Prefill holds blocks for the request and offers its KV: from here on its silence counts."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True)
 class ReceptionEnded:
     """The receiver will not touch the request's blocks again. `first_token_id` is set if the outcome is ARRIVED."""
 
@@ -43,25 +50,33 @@ class ReceptionEnded:
 
 @dataclass
 class IncomingTransfer:
-    """One reservation's books. `last_sign` is the last time the peer spoke of it, seconds."""
+    """One reception's books: expected, offered (`link`), granted (`first_token`). `last_sign` is the last time the peer
+    spoke of it, seconds."""
 
     key: RequestKey
     peer: PeerId
     num_tokens: int
-    first_token: int
     num_layers: int
     last_sign: float
     link: bytes | None = None  # None: not offered yet
+    first_token: int | None = None  # None: not granted yet
     spliced_bytes: int = 0
     credited_bytes: int = 0
     first_token_id: int | None = None
     _next: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self._next = [self.first_token] * self.num_layers
+    def grant(self, first_token: int) -> None:
+        """Blocks are reserved, and the tokens before `first_token` are in the pool."""
+        assert self.link is not None, f"{self.key} was granted before it was offered"
+        assert self.first_token is None, f"{self.key} was granted twice"
+        assert 0 <= first_token <= self.num_tokens, (first_token, self.num_tokens)
+        self.first_token = first_token
+        self._next = [first_token] * self.num_layers
 
     def check(self, header: KvHeader) -> None:
         """Raises ProtocolError unless `header` is what must come next for its layer."""
+        if self.first_token is None:
+            raise ProtocolError("KV came before its grant")
         expected = self._next[header.layer]
         if header.start != expected or header.stop > self.num_tokens:
             raise ProtocolError(
@@ -80,12 +95,12 @@ class IncomingTransfer:
 
     @property
     def has_all_kv(self) -> bool:
-        return all(token == self.num_tokens for token in self._next)
+        return self.first_token is not None and all(token == self.num_tokens for token in self._next)
 
 
 @dataclass(frozen=True)
 class ParkedOffer:
-    """An offer that came before the reservation it is for, and perhaps was withdrawn since (`abort_reason`)."""
+    """An offer that came before the request it is for, and perhaps was withdrawn since (`abort_reason`)."""
 
     peer: PeerId
     link: bytes
@@ -109,7 +124,7 @@ class IncomingBook:
         return iter(list(self._transfers.values()))
 
     def open(self, transfer: IncomingTransfer) -> ParkedOffer | None:
-        """Adds a reservation; returns the offer that has come for it already, if any."""
+        """Adds a reception; returns the offer that has come for it already, if any."""
         assert transfer.key not in self._transfers, transfer.key
         self._transfers[transfer.key] = transfer
         return self._parked.pop((transfer.key, transfer.peer), None)
@@ -123,7 +138,7 @@ class IncomingBook:
         return self._transfers.get(key)
 
     def park(self, key: RequestKey, offer: ParkedOffer) -> tuple[RequestKey, ParkedOffer] | None:
-        """Keeps an offer until its reservation comes; if there are too many, the oldest one goes and is returned."""
+        """Keeps an offer until its request comes; if there are too many, the oldest one goes and is returned."""
         self._parked[key, offer.peer] = offer
         self._parked.move_to_end((key, offer.peer))
         if len(self._parked) <= MAX_PARKED_OFFERS:
@@ -145,7 +160,11 @@ class IncomingBook:
         return transfer
 
     def silent_since(self, moment: float) -> list[IncomingTransfer]:
-        """Receptions whose peer has not been heard of since `moment`; stale parked offers are forgotten."""
+        """Offered receptions whose peer has not been heard of since `moment`; stale parked offers are forgotten."""
         for name in [name for name, offer in self._parked.items() if offer.seen_at < moment]:
             del self._parked[name]
-        return [transfer for transfer in self._transfers.values() if transfer.last_sign < moment]
+        return [
+            transfer
+            for transfer in self._transfers.values()
+            if transfer.link is not None and transfer.last_sign < moment
+        ]

@@ -81,12 +81,13 @@ class LifetimeEvent(Enum):
     """The named clock readings of a request, in order. Workers report seconds since RECEIVED on their own clock.
 
     prefill:  RECEIVED --- SCHEDULED --- FIRST_TOKEN --- ENDED
-    decode:   RECEIVED --- RESERVED --- FIRST_FRAME --- SPLICED --- RUNNING --- ENDED
+    decode:   RECEIVED --- OFFERED --- RESERVED --- FIRST_FRAME --- SPLICED --- RUNNING --- ENDED
     """
 
     RECEIVED = "received"
     SCHEDULED = "scheduled"  # prefill: first chunk goes into a batch
     FIRST_TOKEN = "first_token"  # prefill: the first token is sampled
+    OFFERED = "offered"  # decode: prefill holds blocks for it and has offered its KV
     RESERVED = "reserved"  # decode: blocks are reserved and the grant is out
     FIRST_FRAME = "first_frame"  # decode: the first KV frame has arrived
     SPLICED = "spliced"  # decode: the last KV token is in the pool and the first token is known

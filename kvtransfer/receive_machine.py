@@ -11,7 +11,15 @@ from typing import Protocol
 
 from kvtransfer.complaints import Complaints
 from kvtransfer.errors import MessageError, ProtocolError
-from kvtransfer.incoming import IncomingBook, IncomingTransfer, ParkedOffer, PeerId, ReceptionEnded, ReceptionOutcome
+from kvtransfer.incoming import (
+    IncomingBook,
+    IncomingTransfer,
+    KvOffered,
+    ParkedOffer,
+    PeerId,
+    ReceptionEnded,
+    ReceptionOutcome,
+)
 from kvtransfer.layout import KvBody, check_header
 from kvtransfer.messages import (
     MAX_TEXT_CHARS,
@@ -54,11 +62,18 @@ class KvSink(Protocol):
 
 @dataclass(frozen=True)
 class Expect:
-    """Blocks for `num_tokens` tokens are reserved, and those before `first_token` are there already."""
+    """KV of `num_tokens` tokens will be offered by `peer`; answered by KvOffered, and in the end by ReceptionEnded."""
 
     key: RequestKey
     peer: PeerId
     num_tokens: int
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Blocks are reserved for what was offered, and the tokens before `first_token` are there already."""
+
+    key: RequestKey
     first_token: int
 
 
@@ -70,7 +85,7 @@ class Close:
     reason: str
 
 
-ReceiveCommand = Expect | Close
+ReceiveCommand = Expect | Grant | Close
 
 
 @dataclass(frozen=True)
@@ -94,7 +109,7 @@ class ReceiveMachine:
         sink: KvSink,
         limits: ReceiverLimits,
         send: Callable[[bytes, DecodeToPrefill], bool],
-        report: Callable[[ReceptionEnded], None],
+        report: Callable[[KvOffered | ReceptionEnded], None],
     ) -> None:
         self._vocab_size, self._layout = identity[0].vocab_size, identity[1]
         self._generation = generation
@@ -121,6 +136,8 @@ class ReceiveMachine:
         match command:
             case Expect():
                 self._expect(command, now)
+            case Grant(key, first_token):
+                self._grant(key, first_token)
             case Close(key, reason):
                 transfer = self._book.get(key)
                 if transfer is not None and transfer.link is not None:
@@ -129,22 +146,37 @@ class ReceiveMachine:
 
     def _expect(self, command: Expect, now: float) -> None:
         layers = self._layout.num_layers
-        transfer = IncomingTransfer(command.key, command.peer, command.num_tokens, command.first_token, layers, now)
+        transfer = IncomingTransfer(command.key, command.peer, command.num_tokens, layers, now)
         offer = self._book.open(transfer)
         if offer is not None and offer.abort_reason is not None:
             self._end(command.key, ReceptionOutcome.ABORTED, offer.abort_reason)
         elif offer is not None:
             self._accept(transfer, offer.link, offer.num_tokens)
 
+    def _grant(self, key: RequestKey, first_token: int) -> None:
+        """Lets an offered transfer come; one that has ended meanwhile has said so already."""
+        transfer = self._book.get(key)
+        if transfer is not None:
+            transfer.grant(first_token)
+            self._say_grant(transfer)
+
+    def _say_grant(self, transfer: IncomingTransfer) -> None:
+        assert transfer.link is not None, transfer.key
+        assert transfer.first_token is not None, transfer.key
+        self._send(transfer.link, KvGrant(*transfer.key, transfer.first_token, self._limits.window_bytes))
+
     def _accept(self, transfer: IncomingTransfer, link: bytes, num_tokens: int) -> None:
-        """Grants an offered transfer; a repeated offer is answered again, in case a grant or a credit was lost."""
+        """Takes an offer; a repeated one is answered again, in case a grant or a credit was lost."""
         if num_tokens != transfer.num_tokens:
             reason = f"{num_tokens} tokens offered, {transfer.num_tokens} expected"
             self._send(link, KvRevoke(*transfer.key, reason=reason))
             self._end(transfer.key, ReceptionOutcome.FAILED, reason)
             return
-        transfer.link = link
-        self._send(link, KvGrant(*transfer.key, transfer.first_token, self._limits.window_bytes))
+        is_first, transfer.link = transfer.link is None, link
+        if is_first:
+            self._report(KvOffered(transfer.key))
+        if transfer.first_token is not None:
+            self._say_grant(transfer)
         if transfer.spliced_bytes:
             self._credit(transfer)
 

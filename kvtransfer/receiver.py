@@ -1,8 +1,8 @@
 """Decode's end of the KV hand-over, in a thread of its own: KV is spliced off the step loop.
 
 1. A prefill worker introduces itself (KvHello); one whose model or KV layout differs is refused with the difference.
-2. The engine reserves blocks and expects a transfer; prefill offers it. Once both are there, in whatever order, prefill
-   gets its grant: the first token wanted and a window in bytes.
+2. The engine expects a transfer; prefill offers it. Once both are there, in whatever order, the engine is told
+   (KvOffered) and reserves blocks, and prefill gets its grant: the first token wanted and a window in bytes.
 3. Each frame is checked against the books and the pool's layout, then copied into blocks that the request owns.
    Credits go back as bytes are spliced.
 4. With the last layer's last token and the first sampled token here, prefill gets KvDone and the engine ReceptionEnded.
@@ -19,7 +19,7 @@ from kvtransfer.channel import KvListener
 from kvtransfer.incoming import PeerId
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Fingerprint, KvLayout, RequestKey
-from kvtransfer.receive_machine import Close, Expect, KvSink, ReceiveCommand, ReceiveMachine, ReceiverLimits
+from kvtransfer.receive_machine import Close, Expect, Grant, KvSink, ReceiveCommand, ReceiveMachine, ReceiverLimits
 
 MESSAGES_A_TURN = 64
 
@@ -58,9 +58,13 @@ class KvReceiver:
         """Whether the receiver still runs: without it the engine must stop."""
         return self._thread.is_alive()
 
-    def expect(self, key: RequestKey, peer: PeerId, num_tokens: int, first_token: int) -> None:
-        """Blocks for `num_tokens` tokens are reserved, and those before `first_token` are there already."""
-        self._commands.put(Expect(key, peer, num_tokens, first_token))
+    def expect(self, key: RequestKey, peer: PeerId, num_tokens: int) -> None:
+        """KV of `num_tokens` tokens will be offered by `peer`; answered by KvOffered, and at last by ReceptionEnded."""
+        self._commands.put(Expect(key, peer, num_tokens))
+
+    def grant(self, key: RequestKey, first_token: int) -> None:
+        """Blocks are reserved for what was offered, and the tokens before `first_token` are there already."""
+        self._commands.put(Grant(key, first_token))
 
     def close(self, key: RequestKey, reason: str) -> None:
         """Gives a reception up; answered by ReceptionEnded unless it has ended already."""

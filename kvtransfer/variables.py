@@ -47,6 +47,7 @@ KNOWN_VARIABLES: Final[frozenset[str]] = frozenset(
         "KVSPLICE_MODEL",
         "KVSPLICE_PORT",
         "KVSPLICE_PREFILL",
+        "KVSPLICE_QUEUE_TIMEOUT_S",
         "KVSPLICE_READY_TIMEOUT_S",
         "KVSPLICE_REQUEST_TIMEOUT_S",
         "KVSPLICE_SAMPLE",

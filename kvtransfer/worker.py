@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from kvtransfer.control import AllGatewaysRefused, ControlEvent, FromGateway, GatewayLinks, GatewayLost, Report
-from kvtransfer.incoming import ReceptionEnded
+from kvtransfer.incoming import KvOffered, ReceptionEnded
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Cancel, EndReason, Load, RequestEnd, RequestMessage, RequestOutput
 from kvtransfer.outgoing import TransferEnded
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S: Final = 0.2
 
-TransferEvent = TransferEnded | ReceptionEnded
+TransferEvent = TransferEnded | KvOffered | ReceptionEnded
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class WorkerRole(Protocol):
     def cancel_all_of(self, gateway: str, now: float) -> None: ...
 
     def on_transfer(self, event: TransferEvent, now: float) -> None:
-        """A transfer has ended: blocks may be freed."""
+        """A transfer has moved on, or has ended: then its blocks may be freed."""
         ...
 
     def step(self) -> bool:
@@ -127,7 +127,7 @@ class Worker:
                 self._on_request(gateway, message, now)
             case GatewayLost(gateway):
                 self.role.cancel_all_of(gateway, now)
-            case TransferEnded() | ReceptionEnded():
+            case TransferEnded() | KvOffered() | ReceptionEnded():
                 self.role.on_transfer(event, now)
             case AllGatewaysRefused():
                 self._refused = True

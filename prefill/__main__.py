@@ -43,6 +43,7 @@ def build(config: PrefillConfig, engine: Engine) -> Worker:
         max_waiting=config.max_waiting,
         max_model_len=engine.max_model_len,
         lease=config.lease_s,
+        queue_timeout=config.queue_timeout_s,
     )
     scheduler = PrefillScheduler(engine.pool, limits, engine.eos_token_ids)
     sender = KvSender(_kv_hello(hello), PoolSource(engine, scheduler), inbox, keepalive=config.lease_s / 4)

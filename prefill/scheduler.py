@@ -2,9 +2,11 @@
 
 The life of a request here:
 
-1. `add`: checked by the worker, queued (WAITING); its transfer is opened, so that decode can reserve meanwhile.
-2. Admitted first come, first served when its whole prompt fits the pool (RUNNING). A full pool stops admission, and
-   this is the back-pressure: blocks come back as decode workers take KV over.
+1. `add`: checked by the worker, queued (WAITING).
+2. Admitted first come, first served when its whole prompt fits the pool (RUNNING), and offered to decode, which
+   reserves meanwhile. A full pool stops admission, and this is the back-pressure: blocks come back as decode workers
+   take KV over. Nothing is offered before it has its blocks here: decode would keep room for it that others, whose
+   blocks it waits for, can't have.
 3. Its prompt is computed in chunks. The first token goes to the gateway, and behind the KV to decode (HANDING_OVER).
    Without a target, or if the first token is the last, the request ends here.
 4. `transfer_ended`: decode has everything; blocks are freed (ENDED).
@@ -32,13 +34,15 @@ OLDEST_SHARE = 4
 
 @dataclass(frozen=True)
 class PrefillLimits:
-    """Tokens a step, requests computed at once, requests waiting, tokens a request, seconds to wait for decode."""
+    """Tokens a step, requests computed at once, requests waiting, tokens a request; seconds to wait for decode, and for
+    room here."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_waiting: int
     max_model_len: int
     lease: float
+    queue_timeout: float
 
 
 @dataclass(eq=False, kw_only=True)
@@ -103,9 +107,13 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
             )
 
     def expire(self, now: float) -> None:
-        """Ends requests whose decode worker has not taken the KV over within the lease."""
+        """Ends requests that have waited too long for room, or for decode to take the KV over."""
         for request in list(self._requests.values()):
-            if request.state is RequestState.HANDING_OVER:
+            if request.state is RequestState.WAITING:
+                if now - request.events[LifetimeEvent.RECEIVED] > self._limits.queue_timeout:
+                    message = f"no room in the KV pool for {self._limits.queue_timeout:g} s"
+                    self._end(request, EndReason.OVERLOADED, now, message)
+            elif request.state is RequestState.HANDING_OVER:
                 computed_at = request.events[LifetimeEvent.FIRST_TOKEN]
                 if now - computed_at > self._limits.lease:
                     message = f"decode did not take the KV within {self._limits.lease:g} s"
@@ -139,6 +147,9 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
             request.block_ids = self._pool.allocate(request.num_prompt, owner=request.key)
             request.move(RequestState.RUNNING)
             self._running.append(request)
+            if request.target is not None:
+                request.lent = True
+                self._commands.append(OpenTransfer(request))
 
     def _first_token(self, request: PrefillJob, token_id: int, now: float) -> None:
         request.output_token_ids.append(token_id)
@@ -154,12 +165,7 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
         self._say(request, None)
         self._commands.append(SendFirstToken(request.key, token_id))
 
-    # --- queue, end, word
-
-    def _queued(self, request: PrefillJob, now: float) -> None:
-        if request.target is not None:
-            request.lent = True
-            self._commands.append(OpenTransfer(request))
+    # --- end, word
 
     def _stop_transfer(self, request: PrefillJob, reason: EndReason, message: str) -> TransferCommand:
         return AbortTransfer(request.key, message or reason.value, tell_peer=reason.is_error)

@@ -1,12 +1,14 @@
 """A prefill worker: computes prompts in chunks and ships their KV while later chunks are still being computed.
 
-1. A request comes from a gateway, is checked, queued, and offered to its decode worker.
+1. A request comes from a gateway, is checked, and queued. With blocks for its prompt it is offered to its decode
+   worker.
 2. Each step computes a batch of chunks; after each layer the sender is told how far the layer's KV has got.
 3. The first token goes to the gateway at once, and to decode behind the KV.
 4. When decode has it all, or the request ends otherwise, its blocks are free again.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from engine.assembly import Engine
@@ -48,8 +50,14 @@ class PoolSource:
 class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
     """The prefill side of `kvtransfer.worker.WorkerRole`."""
 
-    def __init__(self, engine: Engine, scheduler: PrefillScheduler, sender: KvSender) -> None:
-        super().__init__(engine, scheduler, holds_output=False)
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: PrefillScheduler,
+        sender: KvSender,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(engine, scheduler, holds_output=False, clock=clock)
         self._scheduler = scheduler
         self._sender = sender
 

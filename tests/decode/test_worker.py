@@ -11,7 +11,7 @@ from engine.block_pool import BlockPool
 from engine.buffers import as_bytes
 from engine.kv_cache import KvCache
 from kernels.reference import ReferenceKernels
-from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
+from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.layout import KvBody
 from kvtransfer.messages import Cancel, DecodeRequest, EndReason, KvHeader, KvLayout, PrefillRequest
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
@@ -54,7 +54,7 @@ def engine_with(block_size=4, dtype="float32", num_blocks=8):
 @pytest.fixture
 def role():
     engine = engine_with()
-    scheduler = DecodeScheduler(engine.pool, DecodeLimits(4, 8, 64, 10.0), frozenset({1}))
+    scheduler = DecodeScheduler(engine.pool, DecodeLimits(4, 8, 64, 10.0, 100.0), frozenset({1}))
     return DecodeRole(engine, scheduler, RecordingReceiver())
 
 
@@ -125,7 +125,10 @@ def test_splicing_for_a_freed_request_is_our_own_bug():
 def test_a_request_from_reservation_to_its_end(role):
     role.add("gw", DecodeRequest(spec("r", 6, max_tokens=3), *PEER), 0.0)
     assert outputs_of(role) == []
-    assert calls_of(role) == [("expect", KEY, PEER, 6, 0)]
+    assert calls_of(role) == [("expect", KEY, PEER, 6)]
+    role.on_transfer(KvOffered(KEY), 0.5)
+    assert outputs_of(role) == []
+    assert calls_of(role) == [("grant", KEY, 0)]
     assert not role.step()
     role.on_transfer(ReceptionEnded(KEY, ReceptionOutcome.ARRIVED, 50), 1.0)
     assert role.step()

@@ -10,7 +10,7 @@ from collections import Counter
 
 from engine.block_pool import BlockPool
 from kvtransfer.channel import KvListener
-from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
+from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvHello
@@ -158,6 +158,20 @@ class PrefillSide(Side):
         assert not self.sender.is_alive()
 
 
+class GrantingMailbox(Mailbox):
+    """Grants what is offered right away, in place of an engine that would reserve blocks first."""
+
+    def __init__(self, grant) -> None:
+        super().__init__()
+        self._grant = grant
+
+    def put(self, item) -> None:
+        if isinstance(item, KvOffered):
+            self._grant(item.key)
+        else:
+            super().put(item)
+
+
 class DecodeSide(Side):
     def __init__(
         self, block_size=16, window=1 << 20, lease=30.0, generation="g2", port=0, listener_type=KvListener
@@ -166,6 +180,8 @@ class DecodeSide(Side):
         self.listener = listener_type("127.0.0.1", port)
         self.target = DecodeTarget("decode-0", generation, self.listener.endpoint)
         self.arrived: dict = {}
+        self.events.close()
+        self.events = GrantingMailbox(lambda key: self.receiver.grant(key, self.arrived[key].start))
         self.receiver = KvReceiver(
             self.listener,
             (FINGERPRINT, LAYOUT),
@@ -179,7 +195,7 @@ class DecodeSide(Side):
     def expect(self, key, peer, num_tokens: int, first_token: int = 0) -> None:
         self.pool.allocate(key, num_tokens)
         self.arrived[key] = range(first_token, num_tokens)
-        self.receiver.expect(key, peer, num_tokens, first_token)
+        self.receiver.expect(key, peer, num_tokens)
 
     def on_end(self, event: TransferEnded | ReceptionEnded) -> None:
         if event.outcome is ReceptionOutcome.ARRIVED:

@@ -19,7 +19,10 @@ KEY, PEER, STRANGER = ("r", 0), ("prefill-0", "g1"), ("prefill-9", "g1")
 
 
 def transfer(key=KEY, num_tokens=8, first_token=0, num_layers=2, last_sign=100.0) -> IncomingTransfer:
-    return IncomingTransfer(key, PEER, num_tokens, first_token, num_layers, last_sign)
+    incoming = IncomingTransfer(key, PEER, num_tokens, num_layers, last_sign, link=b"link")
+    if first_token is not None:
+        incoming.grant(first_token)
+    return incoming
 
 
 def header(layer, start, stop) -> KvHeader:
@@ -61,6 +64,19 @@ def test_reception_starts_at_the_first_token_that_is_missing():
         splice(incoming, layer, 6, 8)
     assert incoming.has_all_kv
     assert transfer(first_token=8).has_all_kv
+
+
+def test_nothing_is_taken_before_the_grant_and_a_grant_comes_once():
+    incoming = transfer(num_tokens=1, first_token=None)
+    assert not incoming.has_all_kv
+    with pytest.raises(ProtocolError, match="before its grant"):
+        incoming.check(header(0, 0, 1))
+    incoming.grant(1)
+    assert incoming.has_all_kv
+    with pytest.raises(AssertionError, match="granted twice"):
+        incoming.grant(0)
+    with pytest.raises(AssertionError, match="before it was offered"):
+        IncomingTransfer(KEY, PEER, 1, 1, 0.0).grant(0)
 
 
 def test_credits_count_from_the_start():
@@ -141,6 +157,7 @@ def test_silence_is_found_and_stale_offers_are_forgotten():
     book = IncomingBook()
     book.open(transfer(("old", 0), last_sign=10.0))
     book.open(transfer(("new", 0), last_sign=20.0))
+    book.open(IncomingTransfer(("not offered", 0), PEER, 8, 2, 1.0))
     book.park(("stale", 0), offer(seen_at=10.0))
     book.park(("fresh", 0), offer(seen_at=20.0))
     assert [entry.key for entry in book.silent_since(15.0)] == [("old", 0)]

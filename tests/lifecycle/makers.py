@@ -2,7 +2,7 @@
 
 from decode.scheduler import DecodeJob, DecodeLimits, DecodeScheduler
 from engine.block_pool import BlockPool
-from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
+from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.messages import DecodeTarget
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 from prefill.scheduler import PrefillJob, PrefillLimits, PrefillScheduler
@@ -23,6 +23,7 @@ class Prefill:
             "max_waiting": 8,
             "max_model_len": 64,
             "lease": 10.0,
+            "queue_timeout": 100.0,
         }
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = PrefillScheduler(self.pool, PrefillLimits(**(defaults | limits)), frozenset({EOS}))
@@ -56,14 +57,19 @@ class Decode:
     """A decode scheduler with its pool."""
 
     def __init__(self, num_blocks=16, block_size=4, **limits) -> None:
-        defaults = {"max_num_seqs": 4, "max_waiting": 8, "max_model_len": 64, "lease": 10.0}
+        defaults = {"max_num_seqs": 4, "max_waiting": 8, "max_model_len": 64, "lease": 10.0, "offer_timeout": 100.0}
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = DecodeScheduler(self.pool, DecodeLimits(**(defaults | limits)), frozenset({EOS}))
 
-    def add(self, request_id="r", num_prompt=4, now=0.0, gateway="gw", **sampling) -> DecodeJob:
+    def add(self, request_id="r", num_prompt=4, now=0.0, gateway="gw", offered=True, **sampling) -> DecodeJob:
         job = DecodeJob(spec=spec(request_id, num_prompt, **sampling), gateway=gateway, peer=PEER)
         self.scheduler.add(job, now)
+        if offered:
+            self.offer(request_id, now)
         return job
+
+    def offer(self, request_id="r", now=0.0) -> None:
+        self.scheduler.offered(KvOffered((request_id, 0)), now)
 
     def arrive(self, request_id="r", token_id=50, now=1.0) -> None:
         self.ended(request_id, ReceptionOutcome.ARRIVED, token_id, now)

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from decode.scheduler import CloseReception, ExpectKv
+from decode.scheduler import CloseReception, ExpectOffer, GrantKv
 from engine.request import RequestState
 from kvtransfer.incoming import ReceptionOutcome
 from kvtransfer.messages import EndReason
@@ -22,6 +22,8 @@ class DecodeMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.jobs: dict = {}
         self.receiving: set[str] = set()  # receptions that the receiver still writes for
+        self.offered: set[str] = set()
+        self.granted: set[str] = set()
         self.closed: set[str] = set()
 
     # --- what may happen
@@ -31,13 +33,22 @@ class DecodeMachine(RuleBasedStateMachine):
         request_id = f"r{len(self.jobs)}"
         self.ledger.born(request_id)
         self.jobs[request_id] = self.world.add(
-            request_id, num_prompt, self.now, gateway=f"gw{gateway}", max_tokens=max_tokens
+            request_id, num_prompt, self.now, gateway=f"gw{gateway}", offered=False, max_tokens=max_tokens
         )
+
+    @precondition(lambda self: self.receiving - self.offered)
+    @rule(data=st.data())
+    def offer(self, data):
+        self._offer(data.draw(st.sampled_from(sorted(self.receiving - self.offered))))
+
+    def _offer(self, request_id) -> None:
+        self.offered.add(request_id)
+        self.world.offer(request_id, self.now)
 
     @precondition(lambda self: self.ledger.alive)
     @rule(data=st.data())
     def repeat(self, data):
-        self.world.add(data.draw(st.sampled_from(self.ledger.alive)), 1, self.now)
+        self.world.add(data.draw(st.sampled_from(self.ledger.alive)), 1, self.now, offered=False)
 
     @rule(tokens=st.lists(st.sampled_from([50, 51, 52, EOS]), min_size=MAX_SEQS, max_size=MAX_SEQS))
     def step(self, tokens):
@@ -67,7 +78,9 @@ class DecodeMachine(RuleBasedStateMachine):
     @rule(data=st.data(), token_id=st.sampled_from([40, EOS]), arrives=st.booleans())
     def reception_ends(self, data, token_id, arrives):
         request_id = data.draw(st.sampled_from(sorted(self.receiving)))
-        outcome = ReceptionOutcome.ARRIVED if arrives else data.draw(st.sampled_from(list(ReceptionOutcome)))
+        failures = [outcome for outcome in ReceptionOutcome if outcome is not ReceptionOutcome.ARRIVED]
+        may_arrive = arrives and request_id in self.granted
+        outcome = ReceptionOutcome.ARRIVED if may_arrive else data.draw(st.sampled_from(failures))
         self._end_reception(request_id, outcome, token_id)
 
     @rule(seconds=st.floats(0, 3))
@@ -86,7 +99,7 @@ class DecodeMachine(RuleBasedStateMachine):
         for request_id in self.receiving:
             job = self.world.scheduler.find((request_id, 0))
             assert job is self.jobs[request_id], "freed while the receiver may write"
-            assert job.block_ids
+            assert bool(job.block_ids) == (request_id in self.granted)
         for request_id in self.ledger.alive:
             assert self.world.scheduler.find((request_id, 0)) is self.jobs[request_id]
         assert self.world.scheduler.num_waiting <= 3
@@ -98,9 +111,14 @@ class DecodeMachine(RuleBasedStateMachine):
 
     def _obey(self, command) -> None:
         match command:
-            case ExpectKv(job):
+            case ExpectOffer(job):
                 assert job.key[0] not in self.receiving
                 self.receiving.add(job.key[0])
+            case GrantKv(job):
+                assert job.key[0] in self.receiving, "granted behind the end of its reception"
+                assert job.key[0] not in self.granted, "granted twice"
+                assert job.key[0] in self.offered, "room was kept for what prefill has not admitted"
+                self.granted.add(job.key[0])
             case CloseReception(key):
                 assert key[0] not in self.closed, "closed twice"
                 self.closed.add(key[0])
@@ -117,8 +135,12 @@ class DecodeMachine(RuleBasedStateMachine):
         """The world heals: all receptions are answered, and every request ends in a bounded number of steps."""
         for _ in range(200):
             self.nothing_is_lost()
-            for request_id in sorted(self.receiving):
-                self._end_reception(request_id, ReceptionOutcome.ARRIVED, 40)
+            for request_id in sorted(self.receiving - self.offered - self.closed):
+                self._offer(request_id)
+            for request_id in sorted(self.receiving & (self.granted | self.closed)):
+                arrives = request_id in self.granted
+                outcome = ReceptionOutcome.ARRIVED if arrives else ReceptionOutcome.CLOSED
+                self._end_reception(request_id, outcome, 40)
                 self.nothing_is_lost()
             self.step([50] * MAX_SEQS)
             self.nothing_is_lost()

@@ -13,7 +13,7 @@ def test_the_life_of_a_request():
     world = Decode()
     job = world.add(num_prompt=5, max_tokens=3, now=10.0)
     assert job.state is RequestState.RECEIVING
-    assert commands_of(world) == [("ExpectKv", "r")]
+    assert commands_of(world) == [("ExpectOffer", "r"), ("GrantKv", "r")]
     assert len(job.block_ids) == 2, "prompt 5 + output 3 - the last, which is never fed back"
     assert world.step() == []
     event = ReceptionEnded(("r", 0), ReceptionOutcome.ARRIVED, 40, first_frame_at=11.0)
@@ -30,6 +30,7 @@ def test_the_life_of_a_request():
     assert said.output.end.reason is EndReason.LENGTH
     assert said.output.events == {
         LifetimeEvent.RECEIVED: 0.0,
+        LifetimeEvent.OFFERED: 0.0,
         LifetimeEvent.RESERVED: 0.0,
         LifetimeEvent.FIRST_FRAME: 1.0,
         LifetimeEvent.SPLICED: 2.0,
@@ -90,6 +91,52 @@ def test_the_models_length_ends_a_request():
 # --- room
 
 
+def test_nothing_is_reserved_for_what_prefill_has_not_admitted():
+    world = Decode(num_blocks=4, block_size=4)
+    early = world.add("early", 16, max_tokens=1, offered=False)
+    late = world.add("late", 16, max_tokens=1, offered=False)
+    assert (early.state, world.pool.num_free) == (RequestState.WAITING, 4)
+    world.offer("late", 1.0)
+    assert (early.state, late.state) == (RequestState.WAITING, RequestState.RECEIVING)
+    world.offer("late", 2.0)
+    world.offer("early", 3.0)
+    assert early.state is RequestState.OFFERED
+    assert [name for name in commands_of(world) if name[0] == "GrantKv"] == [("GrantKv", "late")]
+    world.arrive("late")
+    assert early.state is RequestState.RECEIVING
+    world.arrive("early")
+    world.check_all_is_empty()
+
+
+def test_waiting_for_an_offer_is_bounded():
+    world = Decode(lease=10.0, offer_timeout=100.0)
+    world.add(now=1.0, offered=False)
+    world.scheduler.expire(101.0)
+    assert outputs_of(world) == []
+    world.scheduler.expire(101.1)
+    [said] = world.scheduler.take_outputs()
+    assert said.output.end.reason is EndReason.FAILED
+    assert said.output.end.message == "the prefill worker has not offered the KV for 100 s"
+    assert commands_of(world) == [("ExpectOffer", "r"), ("CloseReception", "r")]
+    world.ended()
+    world.check_all_is_empty()
+
+
+def test_the_lease_counts_from_the_offer():
+    world = Decode(max_num_seqs=1, lease=10.0)
+    world.add("runs")
+    world.add("waits", now=0.0, offered=False)
+    world.offer("waits", 50.0)
+    world.scheduler.expire(60.0)
+    assert outputs_of(world) == []
+    world.scheduler.expire(60.1)
+    assert outputs_of(world) == [("waits", 0, (), EndReason.OVERLOADED)]
+    world.offer("waits", 61.0)
+    world.ended("waits")
+    world.arrive("runs", token_id=EOS)
+    world.check_all_is_empty()
+
+
 def test_reservation_is_first_come_first_served_and_bounded_by_the_pool():
     world = Decode(num_blocks=4, block_size=4)
     first = world.add("first", 8, max_tokens=5)
@@ -97,13 +144,14 @@ def test_reservation_is_first_come_first_served_and_bounded_by_the_pool():
     small = world.add("small", 1, max_tokens=1)
     assert (first.state, big.state, small.state) == (
         RequestState.RECEIVING,
-        RequestState.WAITING,
-        RequestState.WAITING,  # it would fit, but it is not its turn
+        RequestState.OFFERED,
+        RequestState.OFFERED,  # it would fit, but it is not its turn
     )
     assert (world.scheduler.num_running, world.scheduler.num_waiting, world.pool.num_free) == (1, 2, 1)
-    assert commands_of(world) == [("ExpectKv", "first")]
+    assert ("GrantKv", "first") in (said := commands_of(world))
+    assert [name for name, _ in said] == ["ExpectOffer", "GrantKv", "ExpectOffer", "ExpectOffer"]
     world.arrive("first", token_id=EOS, now=4.0)
-    assert commands_of(world) == [("ExpectKv", "big"), ("ExpectKv", "small")]
+    assert commands_of(world) == [("GrantKv", "big"), ("GrantKv", "small")]
     assert big.events[LifetimeEvent.RESERVED] == 4.0
     for request_id in ("big", "small"):
         world.arrive(request_id)
@@ -113,7 +161,7 @@ def test_reservation_is_first_come_first_served_and_bounded_by_the_pool():
 def test_at_most_max_num_seqs_hold_blocks():
     world = Decode(max_num_seqs=2)
     jobs = [world.add(request_id) for request_id in "abc"]
-    assert [job.state for job in jobs] == [RequestState.RECEIVING] * 2 + [RequestState.WAITING]
+    assert [job.state for job in jobs] == [RequestState.RECEIVING] * 2 + [RequestState.OFFERED]
     world.arrive("a", token_id=EOS)
     assert jobs[2].state is RequestState.RECEIVING
     for request_id in "bc":
@@ -144,6 +192,7 @@ def test_waiting_for_room_is_bounded_by_the_lease():
     [said] = world.scheduler.take_outputs()
     assert (said.output.request_id, said.output.end.reason) == ("waits", EndReason.OVERLOADED)
     assert said.output.end.message == "no room in the KV pool for 10 s"
+    world.ended("waits")
     world.arrive("runs", token_id=EOS)
     world.check_all_is_empty()
 
@@ -154,6 +203,7 @@ def test_what_gets_room_by_the_end_of_another_does_not_expire_with_it():
     world.add("big", 16, max_tokens=1)
     small = world.add("small", 1, max_tokens=1)
     world.scheduler.expire(10.5)
+    world.ended("big")
     assert outputs_of(world) == [("big", 0, (), EndReason.OVERLOADED)]
     assert small.state is RequestState.RECEIVING
     for request_id in ("runs", "small"):
@@ -165,7 +215,7 @@ def test_a_repeated_request_is_served_once():
     world = Decode()
     first, _ = world.add(), world.add()
     assert world.scheduler.find(("r", 0)) is first
-    assert commands_of(world) == [("ExpectKv", "r")]
+    assert commands_of(world) == [("ExpectOffer", "r"), ("GrantKv", "r")]
     world.arrive(token_id=EOS)
     assert outputs_of(world) == [("r", 0, (EOS,), EndReason.STOP)]
     world.check_all_is_empty()
@@ -201,8 +251,10 @@ def test_cancel_while_waiting_frees_the_place():
     world.add("waits")
     world.scheduler.cancel(("waits", 0), 1.0)
     assert outputs_of(world) == [("waits", 0, (), EndReason.CANCELLED)]
+    assert commands_of(world)[-1] == ("CloseReception", "waits")
+    assert world.scheduler.num_waiting == 0
+    world.ended("waits")
     world.arrive("runs", token_id=EOS)
-    assert commands_of(world) == [("ExpectKv", "runs")]
     world.check_all_is_empty()
 
 
@@ -217,7 +269,7 @@ def test_cancel_while_receiving_waits_for_the_receiver(outcome):
     assert job.state is RequestState.CLOSING
     assert world.scheduler.take_commands() == [CloseReception(("r", 0), "cancelled")]
     assert outputs_of(world) == [("r", 0, (), EndReason.CANCELLED)]
-    assert behind.state is RequestState.WAITING, "the receiver may still write to the blocks"
+    assert behind.state is RequestState.OFFERED, "the receiver may still write to the blocks"
     world.ended(outcome=outcome, token_id=50 if outcome is ReceptionOutcome.ARRIVED else None)
     assert outputs_of(world) == []
     assert behind.state is RequestState.RECEIVING
@@ -231,7 +283,7 @@ def test_cancel_while_running_frees_at_once_and_says_what_was_not_said():
     world.arrive("r", token_id=50)
     world.scheduler.cancel(("r", 0), 2.0)
     assert outputs_of(world) == [("r", 0, (50,), EndReason.CANCELLED)]
-    assert commands_of(world) == [("ExpectKv", "r")]
+    assert commands_of(world) == [("ExpectOffer", "r"), ("GrantKv", "r")]
     assert world.step() == []
     world.check_all_is_empty()
 

@@ -14,8 +14,9 @@ def test_the_life_of_a_request():
     world = Prefill()
     job = world.add(num_prompt=10, now=5.0)
     assert job.state is RequestState.WAITING
-    assert commands_of(world) == [("OpenTransfer", "r")]
+    assert commands_of(world) == [], "nothing is offered before it has its blocks"
     assert world.step(now=6.0) == {"r": (0, 8)}
+    assert commands_of(world) == [("OpenTransfer", "r")]
     assert job.state is RequestState.RUNNING
     assert world.step(now=7.0, token_id=42) == {"r": (8, 10)}
     assert job.state is RequestState.HANDING_OVER
@@ -149,8 +150,8 @@ def test_a_full_queue_turns_a_request_away():
     assert (said.output.request_id, said.output.token_ids) == ("late", ())
     assert said.output.end.reason is EndReason.OVERLOADED
     assert said.output.end.message == "the queue of this worker is full"
-    assert commands_of(world) == [("OpenTransfer", "kept")]
     world.step()
+    assert commands_of(world) == [("OpenTransfer", "kept"), ("SendFirstToken", "kept")]
     world.ended("kept")
     world.check_all_is_empty()
 
@@ -213,7 +214,7 @@ def test_without_a_target_the_request_ends_with_its_first_token():
 
 
 @pytest.mark.parametrize("outcome", [TransferOutcome.REVOKED, TransferOutcome.FAILED, TransferOutcome.ABORTED])
-@pytest.mark.parametrize("steps", [0, 1, 2], ids=["waiting", "running", "handing over"])
+@pytest.mark.parametrize("steps", [1, 2], ids=["running", "handing over"])
 def test_a_transfer_that_ends_early_fails_the_request(outcome, steps):
     world = Prefill()
     world.add(num_prompt=10)
@@ -247,7 +248,33 @@ def test_what_a_peer_says_is_cut_to_what_a_message_may_hold():
     world.check_all_is_empty()
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2], ids=["waiting", "running", "handing over"])
+def test_cancel_while_waiting_frees_the_place_at_once():
+    world = Prefill()
+    world.add(num_prompt=10)
+    world.scheduler.cancel(("r", 0), 3.0)
+    assert outputs_of(world) == [("r", 0, (), EndReason.CANCELLED)]
+    assert commands_of(world) == [], "decode has heard nothing of it"
+    world.check_all_is_empty()
+
+
+def test_waiting_for_room_is_bounded():
+    world = Prefill(num_blocks=4, queue_timeout=10.0, lease=1000.0)
+    world.add("runs", 16)
+    world.step()
+    waits = world.add("waits", 4, now=2.0)
+    world.scheduler.expire(12.0)
+    assert waits.state is RequestState.WAITING
+    world.scheduler.take_outputs()
+    world.scheduler.expire(12.1)
+    [said] = world.scheduler.take_outputs()
+    assert (said.output.request_id, said.output.end.reason) == ("waits", EndReason.OVERLOADED)
+    assert said.output.end.message == "no room in the KV pool for 10 s"
+    world.step()
+    world.ended("runs")
+    world.check_all_is_empty()
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["running", "handing over"])
 def test_cancel_in_each_state_waits_for_the_sender(steps):
     world = Prefill()
     job = world.add(num_prompt=10)
@@ -263,7 +290,7 @@ def test_cancel_in_each_state_waits_for_the_sender(steps):
     assert world.step() == {}
     assert [end for *_, end in outputs_of(world)] == [EndReason.CANCELLED]
     assert commands_of(world) == []
-    assert world.pool.num_free == (16 if steps == 0 else 13)
+    assert world.pool.num_free == 13
     world.ended(outcome=TransferOutcome.ABORTED)
     assert outputs_of(world) == []
     world.check_all_is_empty()

@@ -52,14 +52,21 @@ def engine_with(block_size=4, dtype="float32", num_blocks=8):
 
 
 def scheduler_of(engine, **limits) -> PrefillScheduler:
-    defaults = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "max_waiting": 8, "max_model_len": 32, "lease": 10.0}
+    defaults = {
+        "max_num_batched_tokens": 8,
+        "max_num_seqs": 4,
+        "max_waiting": 8,
+        "max_model_len": 32,
+        "lease": 10.0,
+        "queue_timeout": 100.0,
+    }
     return PrefillScheduler(engine.pool, PrefillLimits(**(defaults | limits)), frozenset({1}))
 
 
 @pytest.fixture
 def role():
     engine = engine_with()
-    return PrefillRole(engine, scheduler_of(engine), RecordingSender())
+    return PrefillRole(engine, scheduler_of(engine), RecordingSender(), clock=lambda: 1.0)
 
 
 def calls_of(role) -> list:
@@ -98,10 +105,10 @@ def test_gathering_for_a_freed_request_is_our_own_bug():
 def test_a_request_from_offer_to_handing_over(role):
     role.add("gw", PrefillRequest(spec("r", 10), TARGET), 0.0)
     assert ends_of(role) == []
-    assert calls_of(role) == [("open", KEY, TARGET, 10)]
+    assert calls_of(role) == []
     assert role.load() == Load(0, 1, 0.0, 8, 8)
     assert role.step()
-    assert calls_of(role) == [("ready", 0, [(KEY, 8)]), ("ready", 1, [(KEY, 8)])]
+    assert calls_of(role) == [("open", KEY, TARGET, 10), ("ready", 0, [(KEY, 8)]), ("ready", 1, [(KEY, 8)])]
     assert role.step()
     assert ends_of(role) == [("gw", "r", None)]
     assert calls_of(role) == [("ready", 0, [(KEY, 10)]), ("ready", 1, [(KEY, 10)]), ("first_token", KEY, 50)]
@@ -125,6 +132,7 @@ def test_layers_of_a_request_that_goes_nowhere_are_not_announced(role):
 
 def test_a_cancelled_request_is_aborted_at_the_sender(role):
     role.add("gw", PrefillRequest(spec("r", 10), TARGET), 0.0)
+    assert role.step()
     role.flush()
     role.cancel("another", Cancel("r", 0), 1.0)
     assert ends_of(role) == []
