@@ -8,9 +8,12 @@ from engine.request import IllegalMoveError, Request, RequestState, ScheduledRow
 from kvtransfer.messages import LifetimeEvent
 from tests.kvtransfer.samples import spec
 
-W, REC, RUN, HAND, CLOSE, END = RequestState
+W, OFF, REC, RUN, HAND, CLOSE, END = RequestState
 LEGAL = {
-    (W, REC),
+    (W, OFF),
+    (OFF, REC),
+    (OFF, CLOSE),
+    (OFF, END),
     (W, RUN),
     (W, CLOSE),
     (W, END),
