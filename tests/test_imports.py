@@ -39,6 +39,7 @@ ENTRY_POINTS_MAY = ("launcher.default_model",)
 SOCKET_FILES = {"kvtransfer/channel.py"}
 PURE_FILES = (
     "engine/block_pool.py",
+    "engine/prefix_hash.py",
     "engine/request.py",
     "engine/request_book.py",
     "kvtransfer/complaints.py",

@@ -1,0 +1,53 @@
+"""Names of block contents: equal prefixes share them, and nothing else does."""
+
+import pytest
+
+from engine.prefix_hash import BlockNames, root_name
+
+
+def names(token_ids, extras=None, block_size=4):
+    return list(BlockNames(extras or {}, block_size).of(token_ids))
+
+
+def test_only_full_blocks_have_names_and_equal_prefixes_share_them():
+    assert names(range(3)) == []
+    long, short = names(range(11)), names([*range(8), 99])
+    assert len(long) == len(short) == 2
+    assert long == short
+    assert names([*range(7), 99])[0] == long[0]
+    assert names([*range(7), 99])[1] != long[1]
+
+
+def test_a_name_depends_on_all_tokens_before_it():
+    assert names([1, 2, 3, 4, 5, 6, 7, 8])[1] != names([9, 2, 3, 4, 5, 6, 7, 8])[1]
+    assert names([5, 6, 7, 8])[0] != names([1, 2, 3, 4, 5, 6, 7, 8])[1]
+
+
+def test_names_grow_with_the_sequence():
+    growing = BlockNames({}, 4)
+    for length in range(1, 20):
+        assert list(growing.of(range(length))) == names(range(length))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"cache_salt": ""}),
+        ({"cache_salt": "a"}, {"cache_salt": "b"}),
+        ({"cache_salt": "a"}, {"lora": "a"}),
+        ({"cache_salt": "ab"}, {"cache_salt": "a", "b": ""}),
+        ({"a": "bc"}, {"ab": "c"}),
+        ({"a": "b", "c": "d"}, {"a": "d", "c": "b"}),
+    ],
+)
+def test_extras_cannot_collide(one, other):
+    assert root_name(one) != root_name(other)
+    assert names(range(4), one) != names(range(4), other)
+
+
+def test_the_order_of_extras_does_not_count():
+    assert root_name({"a": "1", "b": "2"}) == root_name({"b": "2", "a": "1"})
+
+
+def test_block_sizes_give_other_names():
+    assert set(names(range(16), block_size=4)).isdisjoint(names(range(16), block_size=8))
