@@ -48,7 +48,7 @@ def build(config: DecodeConfig, engine: Engine, listener: KvListener) -> Worker:
         max_num_seqs=config.max_num_seqs,
         max_waiting=config.max_waiting,
         max_model_len=engine.max_model_len,
-        lease=config.lease_s,
+        lease=config.room_wait_s,
         # Prefill gives a request up itself, a lease earlier: its word says more.
         offer_timeout=config.queue_timeout_s + config.lease_s,
     )

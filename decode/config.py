@@ -1,11 +1,14 @@
 """Settings of a decode worker."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from engine.config import EngineConfig
 from kvtransfer.addresses import check_host, check_private_bind, is_wildcard
 from kvtransfer.errors import SettingsError
 from kvtransfer.settings import setting
+
+ROOM_SHARE: Final = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,12 @@ class DecodeConfig(EngineConfig):
         check_host("--kv-advertise-host", self.kv_dial_host)
         if is_wildcard(self.kv_dial_host):
             raise SettingsError(f"--kv-advertise-host is needed: prefill workers cannot dial {self.kv_dial_host}")
+
+    @property
+    def room_wait_s(self) -> float:
+        """Longest wait for room. It ends before the lease of the prefill worker that holds the KV meanwhile: the client
+        is to hear of an overload, not of a transfer that has failed."""
+        return ROOM_SHARE * self.lease_s
 
     @property
     def kv_dial_host(self) -> str:

@@ -4,8 +4,9 @@ The life of a request here:
 
 1. `add`: checked by the worker, queued, its offer expected (WAITING).
 2. `offered`: prefill has admitted it, so its KV will come without waiting for anybody else (OFFERED).
-3. First come, first served among those, blocks for all its tokens are reserved and its KV is granted (RECEIVING). No
-   room: it waits, and prefill holds its KV; the wait is bounded by the lease.
+3. First come, first served among those, blocks for all its tokens are reserved and its KV is granted (RECEIVING); its
+   gateway is told, as from here on it isn't turned away any more. No room: it waits for a bounded time, and prefill
+   holds its KV.
 4. `reception_ended`: the KV is in the pool and the first token known; it takes part in the next step (RUNNING).
 5. Each step gives each running request one token, until a stop rule ends it (ENDED).
 
@@ -18,7 +19,7 @@ can be left without a block.
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
 from engine.request import Outgoing, Request, RequestState, ScheduledRow
@@ -45,7 +46,11 @@ class DecodeJob(Request):
     """A request with where its KV comes from. `num_reported`: output tokens that the gateway was told of."""
 
     peer: PeerId
-    num_reported: int = 0
+    num_reported: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.num_reported = self.num_resumed
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
         request.record(LifetimeEvent.SPLICED, now)
         request.move(RequestState.RUNNING)
         self._running.append(request)
-        request.num_computed = request.num_prompt
+        request.num_computed = request.num_prefill
         self._append(request, first_token_id, now)
 
     def _append(self, request: DecodeJob, token_id: int, now: float) -> None:
@@ -164,6 +169,7 @@ class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
             request.move(RequestState.RECEIVING)
             request.record(LifetimeEvent.RESERVED, now)
             self._commands.append(GrantKv(request))
+            self._say(request, None)
 
     # --- queue, end, word
 
@@ -191,6 +197,6 @@ class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
             start=start,
             token_ids=tuple(request.output_token_ids[start:]),
             end=end,
-            events=request.readings() if end is not None else {},
+            events=request.readings() if end is not None or request.state is RequestState.RECEIVING else {},
         )
         self._outputs.append(Outgoing(request.gateway, output))

@@ -96,7 +96,7 @@ class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
     def _carry_out(self, command: ReceptionCommand) -> None:
         match command:
             case ExpectOffer(job):
-                self._receiver.expect(job.key, job.peer, job.num_prompt)
+                self._receiver.expect(job.key, job.peer, job.num_prefill)
             case GrantKv(job):
                 self._receiver.grant(job.key, first_token=0)
             case CloseReception(key, reason):

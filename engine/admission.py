@@ -17,9 +17,10 @@ def check_spec(
     """Raises RejectedError, fit for the client, if this worker can never serve `spec`.
 
     `pool_tokens`: tokens that the worker's KV pool holds. `holds_output`: whether the output's KV stays here too
-    (decode, colocated); prefill needs room for the prompt only.
+    (decode, colocated); prefill needs room for the prompt and the output so far.
     """
     _check_length(spec, max_model_len)
+    _check_output(spec)
     _check_pool(spec, pool_tokens, holds_output)
     _check_vocabulary(spec, vocab_size)
     _check_finite(spec.sampling)
@@ -43,10 +44,17 @@ def _check_length(spec: RequestSpec, max_model_len: int) -> None:
         )
 
 
+def _check_output(spec: RequestSpec) -> None:
+    num_output, max_tokens = len(spec.output_token_ids), spec.sampling.max_tokens
+    if num_output >= max_tokens:
+        raise RejectedError(f"the request has {num_output} output tokens already, and max_tokens is {max_tokens}")
+
+
 def _check_pool(spec: RequestSpec, pool_tokens: int, holds_output: bool) -> None:
     num_prompt, max_tokens = len(spec.prompt_token_ids), spec.sampling.max_tokens
     # The last output token is never fed back, so its KV is never stored.
-    num_needed = num_prompt + max_tokens - 1 if holds_output else num_prompt
+    num_output = max_tokens - 1 if holds_output else len(spec.output_token_ids)
+    num_needed = num_prompt + num_output
     if num_needed > pool_tokens:
         raise RejectedError(f"the request needs KV cache for {num_needed} tokens, but all of it holds {pool_tokens}")
 
@@ -61,6 +69,7 @@ def _named_token_ids(spec: RequestSpec) -> Iterator[tuple[str, int]]:
     """The least and the greatest id of each field that holds token ids."""
     fields = {
         "the prompt": spec.prompt_token_ids,
+        "the output": spec.output_token_ids,
         "logit_bias": tuple(spec.sampling.logit_bias),
         "stop_token_ids": spec.sampling.stop_token_ids,
     }

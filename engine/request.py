@@ -2,10 +2,14 @@
 
 Positions of a request's tokens, and what has been computed of them (KV in the pool) at some moment:
 
-    |<----------- prompt_token_ids ----------->|<- output_token_ids ->|
-    0                                     num_prompt              num_tokens
+    |<------ prompt_token_ids ------>|<-------- output_token_ids -------->|
+    0                           num_prompt                            num_tokens
+                                     |<- of earlier attempts ->|<- new -->|
+                                                          num_prefill
     |<--------- computed --------->|
     0                        num_computed
+
+What prefill computes and hands over is [0, num_prefill): the prompt, and what earlier attempts have generated.
 """
 
 from collections.abc import Sequence
@@ -62,11 +66,14 @@ class Request:
     spec: RequestSpec
     gateway: str
     state: RequestState = RequestState.WAITING
-    output_token_ids: list[int] = field(default_factory=list)
+    output_token_ids: list[int] = field(init=False)
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     events: dict[LifetimeEvent, float] = field(default_factory=dict)
     lent: bool = False
+
+    def __post_init__(self) -> None:
+        self.output_token_ids = list(self.spec.output_token_ids)
 
     @property
     def key(self) -> RequestKey:
@@ -83,6 +90,16 @@ class Request:
     @property
     def num_prompt(self) -> int:
         return len(self.spec.prompt_token_ids)
+
+    @property
+    def num_resumed(self) -> int:
+        """Output tokens that earlier attempts have generated."""
+        return len(self.spec.output_token_ids)
+
+    @property
+    def num_prefill(self) -> int:
+        """Tokens that prefill computes and decode starts from."""
+        return self.num_prompt + self.num_resumed
 
     @property
     def num_tokens(self) -> int:

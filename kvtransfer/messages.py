@@ -23,7 +23,7 @@ import msgspec
 
 from kvtransfer.errors import MessageError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_CONTROL_BYTES = 16 << 20
 """Upper bound of a control frame, bytes. A prompt of a million token ids takes about 5 MB."""
@@ -181,12 +181,17 @@ class SamplingParams(Part, frozen=True):
 
 
 class RequestSpec(Part, frozen=True):
-    """All that is needed to rebuild a request anywhere: its tokens and how to go on."""
+    """All that is needed to rebuild a request anywhere: its tokens and how to go on.
+
+    `output_token_ids`: what earlier attempts have generated already. The first new token stands behind them, and all
+    that counts output (max_tokens, min_tokens, penalties, the position of a draw) counts them too.
+    """
 
     request_id: Name
     attempt: Attempt
     prompt_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
     sampling: SamplingParams
+    output_token_ids: TokenIds = ()
 
 
 class RequestEnd(Part, frozen=True):
@@ -199,7 +204,8 @@ class RequestEnd(Part, frozen=True):
 class RequestOutput(Part, frozen=True):
     """New tokens of one request: output tokens [start, start + len(token_ids)), and its end if this is the last.
 
-    `events` holds the worker's lifetime readings, sent with the first token and with the end.
+    `events` holds the worker's lifetime readings, sent with the first token and with the end. Decode sends them once
+    more, with no token, as soon as it has reserved room: until then it may still turn the request away.
     """
 
     request_id: Name
@@ -296,8 +302,8 @@ class DecodeTarget(Part, frozen=True):
 
 
 class PrefillRequest(Message, frozen=True):
-    """Compute the prompt and the first token. Without a `target` the request ends with its first token.
-    `sequence`: 0 until it is sent."""
+    """Compute the prompt, with the output so far, and one more token. Without a `target` the request
+    ends with that token. `sequence`: 0 until it is sent."""
 
     request: RequestSpec
     target: DecodeTarget | None
@@ -305,7 +311,7 @@ class PrefillRequest(Message, frozen=True):
 
 
 class DecodeRequest(Message, frozen=True):
-    """Reserve room, take the KV from `prefill_worker`, and go on from the first token. `sequence` as above."""
+    """Reserve room, take the KV from `prefill_worker`, and go on from the first new token. `sequence` as above."""
 
     request: RequestSpec
     prefill_worker: Name
@@ -335,7 +341,8 @@ class KvHello(Message, frozen=True):
 
 
 class KvOffer(Message, frozen=True):
-    """KV of `num_tokens` prompt tokens will come for (request, attempt), once granted."""
+    """KV of `num_tokens` tokens, those of the prompt and of the output so far, will come for (request, attempt), once
+    granted."""
 
     request_id: Name
     attempt: Attempt

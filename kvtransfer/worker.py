@@ -4,7 +4,8 @@ A turn of the loop: take events in -> one step of the role -> report. Idle turns
 that leases are swept and `progress` moves while nothing is scheduled.
 
 The loop ends with exit code
-    0  after SIGTERM or SIGINT: new requests are turned away, running ones get `shutdown_timeout` seconds to end
+    0  after SIGTERM or SIGINT: the beats say `draining`, new requests are turned away, and running ones get
+       `shutdown_timeout` seconds to end; what runs still, its gateway resumes elsewhere once it hears our Goodbye
     1  when all gateways refused us, the engine failed, or a thread that the worker can't live without has died
 """
 
@@ -140,7 +141,7 @@ class Worker:
             return
         assert not isinstance(message, Cancel), message
         spec = message.request
-        end = RequestEnd(EndReason.OVERLOADED, "the worker is shutting down")
+        end = RequestEnd(EndReason.FAILED, "the worker is shutting down")
         self.links.send(gateway, [RequestOutput(spec.request_id, spec.attempt, 0, end=end)])
 
     def _flush(self) -> None:

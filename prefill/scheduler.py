@@ -3,10 +3,10 @@
 The life of a request here:
 
 1. `add`: checked by the worker, queued (WAITING).
-2. Admitted first come, first served when its whole prompt fits the pool (RUNNING), and offered to decode, which
-   reserves meanwhile. A full pool stops admission, and this is the back-pressure: blocks come back as decode workers
-   take KV over. Nothing is offered before it has its blocks here: decode would keep room for it that others, whose
-   blocks it waits for, can't have.
+2. Admitted first come, first served when its whole prompt, and the output of earlier attempts, fit the pool (RUNNING),
+   and offered to decode, which reserves meanwhile. A full pool stops admission, and this is the back-pressure: blocks
+   come back as decode workers take KV over. Nothing is offered before it has its blocks here: decode would keep room
+   for it that others, whose blocks it waits for, can't have.
 3. Its prompt is computed in chunks. The first token goes to the gateway, and behind the KV to decode (HANDING_OVER).
    Without a target, or if the first token is the last, the request ends here.
 4. `transfer_ended`: decode has everything; blocks are freed (ENDED).
@@ -141,10 +141,10 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
         while (
             self._waiting
             and len(self._running) < self._limits.max_num_seqs
-            and self._pool.can_fit(self._waiting[0].num_prompt)
+            and self._pool.can_fit(self._waiting[0].num_prefill)
         ):
             request = self._waiting.popleft()
-            request.block_ids = self._pool.allocate(request.num_prompt, owner=request.key)
+            request.block_ids = self._pool.allocate(request.num_prefill, owner=request.key)
             request.move(RequestState.RUNNING)
             self._running.append(request)
             if request.target is not None:
@@ -175,8 +175,8 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
         output = RequestOutput(
             request_id=request.spec.request_id,
             attempt=request.spec.attempt,
-            start=0,
-            token_ids=tuple(request.output_token_ids),
+            start=request.num_resumed,
+            token_ids=tuple(request.output_token_ids[request.num_resumed :]),
             end=end,
             events=request.readings(),
         )

@@ -95,7 +95,7 @@ class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
         match command:
             case OpenTransfer(job):
                 assert job.target is not None, job.key
-                self._sender.open(job.key, job.target, job.num_prompt)
+                self._sender.open(job.key, job.target, job.num_prefill)
             case SendFirstToken(key, token_id):
                 self._sender.first_token(key, token_id)
             case AbortTransfer(key, reason, tell_peer):

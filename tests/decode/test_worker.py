@@ -65,7 +65,9 @@ def calls_of(role) -> list:
 
 def outputs_of(role) -> list:
     return [
-        (gateway, output.start, output.token_ids, output.end and output.end.reason) for gateway, output in role.flush()
+        (gateway, output.start, output.token_ids, output.end and output.end.reason)
+        for gateway, output in role.flush()
+        if output.token_ids or output.end  # and not a notice that a request has its room
     ]
 
 
@@ -138,6 +140,15 @@ def test_a_request_from_reservation_to_its_end(role):
     assert not role.step()
     assert role.is_empty()
     role.check_integrity()
+
+
+def test_a_resumed_request_expects_the_kv_of_its_output_too(role):
+    role.add("gw", DecodeRequest(spec("r", 6, max_tokens=5, resumed=[20, 21]), *PEER), 0.0)
+    role.flush()
+    assert calls_of(role) == [("expect", KEY, PEER, 8)]
+    role.on_transfer(ReceptionEnded(KEY, ReceptionOutcome.ARRIVED, 50), 1.0)
+    assert role.step()
+    assert outputs_of(role) == [("gw", 2, (50, 60), None)]
 
 
 def test_a_cancelled_request_is_closed_at_the_receiver(role):

@@ -9,9 +9,9 @@ from engine.errors import RejectedError
 from kvtransfer.messages import RequestSpec, SamplingParams
 
 
-def spec_with(num_prompt=4, **sampling):
+def spec_with(num_prompt=4, resumed=(), **sampling):
     params = SamplingParams(**{"max_tokens": 6, "seed": 0, **sampling})
-    return RequestSpec("r", 0, tuple(range(num_prompt)), params)
+    return RequestSpec("r", 0, tuple(range(num_prompt)), params, tuple(resumed))
 
 
 def check(spec, *, vocab_size=100, max_model_len=32, pool_tokens=64, **more):
@@ -23,6 +23,8 @@ def test_what_just_fits_is_taken():
     check(spec_with(num_prompt=31, max_tokens=1))
     check(spec_with(), pool_tokens=9)
     check(spec_with(num_prompt=20), pool_tokens=20, holds_output=False)
+    check(spec_with(num_prompt=17, resumed=(1, 2, 3)), pool_tokens=20, holds_output=False)
+    check(spec_with(num_prompt=26, resumed=(1, 2, 3, 4, 5)), pool_tokens=31)
     check(spec_with(num_prompt=4, logit_bias={99: 1.0}, stop_token_ids=(0, 99), min_tokens=6))
 
 
@@ -33,6 +35,9 @@ def test_what_just_fits_is_taken():
         (27, {}, {}, ("27", "6", "33", "32")),
         (4, {}, {"pool_tokens": 8}, ("9 tokens", "holds 8")),
         (21, {}, {"pool_tokens": 20, "holds_output": False}, ("21 tokens", "holds 20")),
+        (18, {"resumed": (1, 2, 3)}, {"pool_tokens": 20, "holds_output": False}, ("21 tokens", "holds 20")),
+        (4, {"resumed": (1,) * 6}, {}, ("6 output tokens", "max_tokens is 6")),
+        (4, {"resumed": (1, 100)}, {}, ("the output", "id 100", "100 tokens")),
         (4, {}, {"vocab_size": 3}, ("the prompt", "id 3", "3 tokens")),
         (4, {"logit_bias": {1: 0.5, 100: 0.5}}, {}, ("logit_bias", "id 100", "100 tokens")),
         (4, {"stop_token_ids": (5, 101)}, {}, ("stop_token_ids", "id 101", "100 tokens")),

@@ -30,7 +30,9 @@ LEGAL = {
 
 
 def request(num_prompt=3, output=()) -> Request:
-    return Request(spec("r", num_prompt, attempt=2), "gw", output_token_ids=list(output))
+    made = Request(spec("r", num_prompt, attempt=2), "gw")
+    made.output_token_ids += output
+    return made
 
 
 @pytest.mark.parametrize(("old", "new"), [*itertools.product(RequestState, RequestState)])

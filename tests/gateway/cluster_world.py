@@ -11,6 +11,7 @@ from gateway.cluster import Cluster, ClusterSettings
 from gateway.dispatch import Dispatcher, DispatchSettings
 from gateway.observer import RequestOutcome
 from kvtransfer.messages import (
+    PROTOCOL_VERSION,
     Cancel,
     DecodeRequest,
     EndReason,
@@ -41,7 +42,7 @@ def hello(worker_id: str = "prefill-0", generation: str = "g1", **changes) -> He
     """A Hello that fits; the role follows from the id."""
     role = Role.PREFILL if worker_id.startswith("prefill") else Role.DECODE
     fields = {
-        "protocol": 1,
+        "protocol": PROTOCOL_VERSION,
         "role": role,
         "worker_id": worker_id,
         "generation": generation,

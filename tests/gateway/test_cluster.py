@@ -6,6 +6,7 @@ import pytest
 from gateway.cluster import Cluster, ClusterSettings
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.messages import (
+    PROTOCOL_VERSION,
     Cancel,
     GatewayBeat,
     Goodbye,
@@ -54,7 +55,7 @@ def test_a_worker_that_fits_is_welcomed_and_live():
 @pytest.mark.parametrize(
     ("sender", "message", "reason"),
     [
-        ("prefill-1", hello("prefill-1", protocol=2), "protocol version: 2 != 1"),
+        ("prefill-1", hello("prefill-1", protocol=1), f"protocol version: 1 != {PROTOCOL_VERSION}"),
         ("somebody", hello("prefill-1"), "worker id does not match"),
         ("decode-1", hello("decode-1", kv_endpoint=None), "decode workers name a KV endpoint"),
         ("prefill-1", hello("prefill-1", kv_endpoint="tcp://h:1"), "prefill workers do not"),

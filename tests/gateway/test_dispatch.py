@@ -714,11 +714,11 @@ async def test_refusals_and_garbage_are_one_line_a_sender(caplog):
     async with world(*BOTH) as it:
         for _ in range(20):
             await it.hear("stranger", MessageError("bad"))
-            await it.hear("prefill-9", hello("prefill-9", protocol=2))
+            await it.hear("prefill-9", hello("prefill-9", protocol=1))
         lines = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
         assert lines == [
             "worker 'stranger' is refused: malformed message; run the same release everywhere",
-            "worker 'prefill-9' is refused: protocol version: 2 != 1; run the same release everywhere",
+            "worker 'prefill-9' is refused: protocol version: 1 != 2; run the same release everywhere",
         ]
         assert it.cluster.num_malformed == 20
         assert len(it.control.to("stranger", Refused)) == len(it.control.to("prefill-9", Refused)) == 20

@@ -5,7 +5,7 @@ from dataclasses import replace
 from gateway.backend import RequestFailedError, TokenDelta
 from gateway.metrics import Metrics, RequestTimer
 from gateway.worker import Worker
-from kvtransfer.messages import EndReason, Fingerprint, Hello, KvLayout, Limits, Load, Role
+from kvtransfer.messages import PROTOCOL_VERSION, EndReason, Fingerprint, Hello, KvLayout, Limits, Load, Role
 from tests.gateway.http_world import ids_of, make_world, saying
 
 
@@ -83,7 +83,7 @@ def test_the_endpoint_speaks_prometheus():
 
 def worker_of(role, worker_id, load):
     hello = Hello(
-        protocol=1,
+        protocol=PROTOCOL_VERSION,
         role=role,
         worker_id=worker_id,
         generation="g",

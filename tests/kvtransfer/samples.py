@@ -1,6 +1,7 @@
 """One valid message of each kind, with every field away from its default, and identities that fit each other."""
 
 from kvtransfer.messages import (
+    PROTOCOL_VERSION,
     Cancel,
     DecodeRequest,
     DecodeTarget,
@@ -56,13 +57,15 @@ SAMPLING = SamplingParams(
     stop_token_ids=(4, 2),
     choice_index=1,
 )
-SPEC = RequestSpec("r:1.a-b_c", 3, (0, (1 << 31) - 1), SAMPLING)
+SPEC = RequestSpec("r:1.a-b_c", 3, (0, (1 << 31) - 1), SAMPLING, (7, (1 << 31) - 1))
 OUTPUT = RequestOutput(
     "r", 0, 4, (9, 8), RequestEnd(EndReason.STOP, "done"), {LifetimeEvent.RECEIVED: 0.0, LifetimeEvent.ENDED: 2.5}
 )
 
 FROM_WORKER = (
-    Hello(1, Role.DECODE, "decode-0", "g2", FINGERPRINT, LAYOUT, Limits(10, 2, 64), "tcp://127.0.0.1:9", 3),
+    Hello(
+        PROTOCOL_VERSION, Role.DECODE, "decode-0", "g2", FINGERPRINT, LAYOUT, Limits(10, 2, 64), "tcp://127.0.0.1:9", 3
+    ),
     Heartbeat("g2", 4, 5, Load(1, 2, 0.5, 3, 4), draining=True),
     StepOutput("g2", 4, (OUTPUT, RequestOutput("q", 1, 0))),
     Goodbye("g2", "because"),
@@ -78,7 +81,7 @@ FROM_GATEWAY = (
     Cancel("r", 1 << 16, 4),
 )
 FROM_PREFILL = (
-    KvHello(1, "prefill-0", "g1", FINGERPRINT, LAYOUT),
+    KvHello(PROTOCOL_VERSION, "prefill-0", "g1", FINGERPRINT, LAYOUT),
     KvOffer("r", 0, 12),
     KvHeader("r", 0, 1, 2, 3, 0, 2, "float32"),
     KvFirstToken("r", 0, 99),
@@ -94,6 +97,9 @@ FROM_DECODE = (
 )
 
 
-def spec(request_id: str = "r", num_prompt: int = 4, max_tokens: int = 4, attempt: int = 0, **sampling) -> RequestSpec:
+def spec(
+    request_id: str = "r", num_prompt: int = 4, max_tokens: int = 4, attempt: int = 0, resumed=(), **sampling
+) -> RequestSpec:
+    """`resumed`: output tokens that an earlier attempt has generated."""
     params = SamplingParams(max_tokens=max_tokens, seed=1, **sampling)
-    return RequestSpec(request_id, attempt, tuple(range(10, 10 + num_prompt)), params)
+    return RequestSpec(request_id, attempt, tuple(range(10, 10 + num_prompt)), params, tuple(resumed))

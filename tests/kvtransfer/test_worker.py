@@ -75,7 +75,7 @@ def test_a_draining_worker_turns_new_requests_away_and_lets_running_ones_end():
     )
     assert code == 0
     assert process.links.sent == [
-        ("one", [end_of("new", EndReason.OVERLOADED, "the worker is shutting down")]),
+        ("one", [end_of("new", EndReason.FAILED, "the worker is shutting down")]),
         ("one", [end_of("old", EndReason.STOP)]),
     ]
     assert [report.draining for report in process.links.reports[-2:]] == [True, True]

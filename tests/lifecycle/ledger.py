@@ -1,5 +1,7 @@
 """What the outside world knows of a scheduler's requests: enough to notice a gap, a repeat or a second end."""
 
+from collections.abc import Sequence
+
 from kvtransfer.messages import EndReason
 
 
@@ -10,9 +12,10 @@ class Ledger:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, EndReason] = {}
 
-    def born(self, request_id: str) -> None:
+    def born(self, request_id: str, resumed: Sequence[int] = ()) -> None:
+        """`resumed`: output tokens that the outside world had from an earlier attempt."""
         assert request_id not in self.tokens
-        self.tokens[request_id] = []
+        self.tokens[request_id] = list(resumed)
 
     def take(self, outgoing) -> None:
         for item in outgoing:

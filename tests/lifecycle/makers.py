@@ -90,11 +90,16 @@ class Decode:
     check_all_is_empty = Prefill.check_all_is_empty
 
 
+def words_of(world) -> list:
+    """What the gateways have to know, without decode's notices that a request has its room."""
+    return [item for item in world.scheduler.take_outputs() if item.output.token_ids or item.output.end]
+
+
 def outputs_of(world) -> list:
-    """(request id, start, token ids, end reason) of all that the gateways have to know."""
+    """(request id, start, token ids, end reason) of each word."""
     return [
         (item.output.request_id, item.output.start, item.output.token_ids, item.output.end and item.output.end.reason)
-        for item in world.scheduler.take_outputs()
+        for item in words_of(world)
     ]
 
 

@@ -28,10 +28,16 @@ class DecodeMachine(RuleBasedStateMachine):
 
     # --- what may happen
 
-    @rule(num_prompt=st.integers(1, 12), max_tokens=st.integers(1, 12), gateway=st.integers(0, 1))
-    def arrive(self, num_prompt, max_tokens, gateway):
+    @rule(
+        num_prompt=st.integers(1, 12),
+        max_tokens=st.integers(1, 12),
+        num_resumed=st.integers(0, 3),
+        gateway=st.integers(0, 1),
+    )
+    def arrive(self, num_prompt, max_tokens, num_resumed, gateway):
         request_id = f"r{len(self.jobs)}"
-        self.ledger.born(request_id)
+        resumed = [50] * min(num_resumed, max_tokens - 1)
+        self.ledger.born(request_id, resumed)
         self.jobs[request_id] = self.world.add(
             request_id, num_prompt, self.now, gateway=f"gw{gateway}", offered=False, max_tokens=max_tokens
         )

@@ -6,7 +6,7 @@ from decode.scheduler import CloseReception
 from engine.request import IllegalMoveError, RequestState
 from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
 from kvtransfer.messages import MAX_TEXT_CHARS, EndReason, LifetimeEvent
-from tests.lifecycle.makers import EOS, Decode, commands_of, outputs_of
+from tests.lifecycle.makers import EOS, Decode, commands_of, outputs_of, words_of
 
 
 def test_the_life_of_a_request():
@@ -15,6 +15,13 @@ def test_the_life_of_a_request():
     assert job.state is RequestState.RECEIVING
     assert commands_of(world) == [("ExpectOffer", "r"), ("GrantKv", "r")]
     assert len(job.block_ids) == 2, "prompt 5 + output 3 - the last, which is never fed back"
+    [notice] = world.scheduler.take_outputs()
+    assert (notice.gateway, notice.output.start, notice.output.token_ids, notice.output.end) == ("gw", 0, (), None)
+    assert notice.output.events == {
+        LifetimeEvent.RECEIVED: 0.0,
+        LifetimeEvent.OFFERED: 0.0,
+        LifetimeEvent.RESERVED: 0.0,
+    }
     assert world.step() == []
     event = ReceptionEnded(("r", 0), ReceptionOutcome.ARRIVED, 40, first_frame_at=11.0)
     world.scheduler.reception_ended(event, 12.0)
@@ -25,7 +32,7 @@ def test_the_life_of_a_request():
     world.scheduler.complete([row], [41], 14.0)
     assert outputs_of(world) == [("r", 0, (40, 41), None)]
     assert world.step(now=15.0, token_id=42) == ["r"]
-    [said] = world.scheduler.take_outputs()
+    [said] = words_of(world)
     assert (said.gateway, said.output.start, said.output.token_ids) == ("gw", 2, (42,))
     assert said.output.end.reason is EndReason.LENGTH
     assert said.output.events == {
@@ -85,6 +92,30 @@ def test_the_models_length_ends_a_request():
     world.arrive()
     world.step()
     assert outputs_of(world)[-1][-1] is EndReason.LENGTH
+    world.check_all_is_empty()
+
+
+def test_a_resumed_request_goes_on_behind_what_it_has():
+    """Prefill brings the KV of prompt 4 and output 3; what is sampled next is output token 3, the fourth."""
+    world = Decode()
+    job = world.add(max_tokens=6, resumed=[20, 21, 22])
+    assert len(job.block_ids) == 3, "the same room as without: prompt 4 + output 6 - the last"
+    world.arrive(token_id=23)
+    [row] = world.scheduler.schedule(2.0)
+    assert (row.start, row.count, row.request.token_slice(0, row.stop)) == (7, 1, [10, 11, 12, 13, 20, 21, 22, 23])
+    world.scheduler.complete([row], [24], 2.0)
+    assert outputs_of(world) == [("r", 3, (23, 24), None)]
+    world.step(token_id=25)
+    assert outputs_of(world) == [("r", 5, (25,), EndReason.LENGTH)]
+    world.check_all_is_empty()
+
+
+def test_stop_rules_count_the_output_of_earlier_attempts():
+    world = Decode()
+    world.add(max_tokens=8, min_tokens=4, resumed=[20, 21])
+    world.arrive(token_id=EOS)
+    world.step(token_id=EOS)
+    assert outputs_of(world) == [("r", 2, (EOS, EOS), EndReason.STOP)]
     world.check_all_is_empty()
 
 
@@ -162,8 +193,10 @@ def test_at_most_max_num_seqs_hold_blocks():
     world = Decode(max_num_seqs=2)
     jobs = [world.add(request_id) for request_id in "abc"]
     assert [job.state for job in jobs] == [RequestState.RECEIVING] * 2 + [RequestState.OFFERED]
+    assert [said.output.request_id for said in world.scheduler.take_outputs()] == ["a", "b"]
     world.arrive("a", token_id=EOS)
     assert jobs[2].state is RequestState.RECEIVING
+    assert [said.output.request_id for said in world.scheduler.take_outputs()] == ["a", "c"]
     for request_id in "bc":
         world.arrive(request_id, token_id=EOS)
     world.check_all_is_empty()
@@ -173,7 +206,7 @@ def test_a_full_queue_turns_a_request_away():
     world = Decode(max_num_seqs=1, max_waiting=1)
     for request_id in ("runs", "waits", "late"):
         world.add(request_id)
-    [said] = world.scheduler.take_outputs()
+    [said] = words_of(world)
     assert said.output.request_id == "late"
     assert said.output.end.reason is EndReason.OVERLOADED
     assert said.output.end.message == "the queue of this worker is full"
@@ -189,7 +222,7 @@ def test_waiting_for_room_is_bounded_by_the_lease():
     world.scheduler.expire(11.0)
     assert outputs_of(world) == []
     world.scheduler.expire(11.1)
-    [said] = world.scheduler.take_outputs()
+    [said] = words_of(world)
     assert (said.output.request_id, said.output.end.reason) == ("waits", EndReason.OVERLOADED)
     assert said.output.end.message == "no room in the KV pool for 10 s"
     world.ended("waits")
@@ -229,7 +262,7 @@ def test_kv_that_does_not_arrive_fails_the_request(outcome):
     world = Decode()
     world.add()
     world.ended(outcome=outcome, reason="why")
-    [said] = world.scheduler.take_outputs()
+    [said] = words_of(world)
     assert (said.output.token_ids, said.output.end.reason) == ((), EndReason.FAILED)
     assert said.output.end.message == "the KV did not arrive: why"
     assert world.step() == []
@@ -240,7 +273,7 @@ def test_what_a_peer_says_is_cut_to_what_a_message_may_hold():
     world = Decode()
     world.add()
     world.ended(outcome=ReceptionOutcome.ABORTED, reason="x" * MAX_TEXT_CHARS)
-    [said] = world.scheduler.take_outputs()
+    [said] = words_of(world)
     assert len(said.output.end.message) == MAX_TEXT_CHARS
     world.check_all_is_empty()
 

@@ -30,11 +30,16 @@ class PrefillMachine(RuleBasedStateMachine):
     # --- what may happen
 
     @rule(
-        num_prompt=st.integers(1, 20), has_target=st.booleans(), max_tokens=st.integers(1, 3), gateway=st.integers(0, 1)
+        num_prompt=st.integers(1, 18),
+        has_target=st.booleans(),
+        max_tokens=st.integers(1, 3),
+        num_resumed=st.integers(0, 2),
+        gateway=st.integers(0, 1),
     )
-    def arrive(self, num_prompt, has_target, max_tokens, gateway):
+    def arrive(self, num_prompt, has_target, max_tokens, num_resumed, gateway):
         request_id = f"r{len(self.jobs)}"
-        self.ledger.born(request_id)
+        resumed = [50] * min(num_resumed, max_tokens - 1)
+        self.ledger.born(request_id, resumed)
         self.jobs[request_id] = self.world.add(
             request_id,
             num_prompt,
@@ -42,6 +47,7 @@ class PrefillMachine(RuleBasedStateMachine):
             TARGET if has_target else None,
             gateway=f"gw{gateway}",
             max_tokens=max_tokens,
+            resumed=resumed,
         )
 
     @precondition(lambda self: self.ledger.alive)
@@ -110,7 +116,7 @@ class PrefillMachine(RuleBasedStateMachine):
                 self.open.add(job.key[0])
             case SendFirstToken(key, token_id):
                 assert key[0] in self.open
-                assert self.jobs[key[0]].output_token_ids == [token_id]
+                assert self.jobs[key[0]].output_token_ids == [*self.jobs[key[0]].spec.output_token_ids, token_id]
                 self.token_sent.add(key[0])
             case AbortTransfer(key):
                 assert key[0] not in self.aborted, "aborted twice"

@@ -37,6 +37,28 @@ def test_the_life_of_a_request():
     world.check_all_is_empty()
 
 
+def test_a_resumed_request_is_computed_up_to_its_last_known_token():
+    world = Prefill(num_blocks=3, block_size=4)
+    job = world.add(num_prompt=6, max_tokens=6, resumed=[20, 21, 22])
+    assert world.step() == {"r": (0, 8)}
+    assert len(job.block_ids) == 3, "prompt 6 + output 3"
+    assert world.step(token_id=23) == {"r": (8, 9)}
+    assert outputs_of(world) == [("r", 3, (23,), None)]
+    assert world.scheduler.take_commands()[-1] == SendFirstToken(("r", 0), 23)
+    world.ended()
+    assert outputs_of(world) == [("r", 3, (23,), EndReason.HANDED_OVER)]
+    world.check_all_is_empty()
+
+
+@pytest.mark.parametrize(("sampling", "reason"), [({"max_tokens": 4}, EndReason.LENGTH), ({}, EndReason.STOP)])
+def test_the_token_of_a_resumed_request_may_be_its_last(sampling, reason):
+    world = Prefill()
+    world.add(target=None, resumed=[20, 21, 22], **({"max_tokens": 6, "min_tokens": 4} | sampling))
+    world.step(token_id=EOS if reason is EndReason.STOP else 50)
+    assert [end for *_, end in outputs_of(world)] == [reason]
+    world.check_all_is_empty()
+
+
 # --- the budget
 
 

@@ -1,0 +1,78 @@
+"""Prefill and decode in one process, each a real scheduler around a runner and a pool of its own. No sockets."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from decode.scheduler import DecodeJob, DecodeLimits, DecodeScheduler
+from engine.assembly import Engine, assemble
+from engine.config import EngineConfig
+from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
+from kvtransfer.messages import DecodeTarget, EndReason, RequestSpec
+from kvtransfer.outgoing import TransferEnded, TransferOutcome
+from prefill.scheduler import PrefillJob, PrefillLimits, PrefillScheduler
+
+LEASE_S = 10.0
+CHUNK_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Generated:
+    """New tokens of one attempt, and why they end."""
+
+    token_ids: list[int]
+    reason: EndReason
+
+
+class TwoRoles:
+    """Runs one request after the other, each from prefill to its end on decode."""
+
+    def __init__(self, model: Path, *, prefill_block: int = 16, decode_block: int = 8) -> None:
+        self._prefill = _engine(model, prefill_block)
+        self._decode = _engine(model, decode_block)
+        self._eos = self._prefill.eos_token_ids
+
+    def run(self, spec: RequestSpec) -> Generated:
+        """One attempt; both pools are empty before and after."""
+        prefill = PrefillScheduler(
+            self._prefill.pool, PrefillLimits(CHUNK_TOKENS, 1, 1, self._prefill.max_model_len, LEASE_S), self._eos
+        )
+        job = PrefillJob(spec=spec, gateway="test", target=DecodeTarget("decode-0", "g1", "tcp://127.0.0.1:9"))
+        prefill.add(job, 0.0)
+        words = self._run_to_its_first_token(prefill)
+        if words[-1].end is None:
+            words += self._run_on_decode(spec, job)
+        prefill.transfer_ended(TransferEnded(job.key, TransferOutcome.DONE), 0.0)
+        for engine in (self._prefill, self._decode):
+            engine.pool.check_integrity([])
+        token_ids = [token for word in words for token in word.token_ids]
+        return Generated(token_ids, words[-1].end.reason)
+
+    def _run_to_its_first_token(self, prefill: PrefillScheduler) -> list:
+        words: list = []
+        while not words:
+            rows = prefill.schedule(0.0)
+            prefill.complete(rows, self._prefill.runner.step(rows), 0.0)
+            words = [item.output for item in prefill.take_outputs()]
+        return words
+
+    def _run_on_decode(self, spec: RequestSpec, source: PrefillJob) -> list:
+        decode = DecodeScheduler(self._decode.pool, DecodeLimits(1, 1, self._decode.max_model_len, LEASE_S), self._eos)
+        job = DecodeJob(spec=spec, gateway="test", peer=("prefill-0", "g1"))
+        decode.add(job, 0.0)
+        self._copy_kv(source, job)
+        first = source.output_token_ids[-1]
+        decode.reception_ended(ReceptionEnded(job.key, ReceptionOutcome.ARRIVED, first), 0.0)
+        job.num_reported += 1  # prefill has said the first token
+        while rows := decode.schedule(0.0):
+            decode.complete(rows, self._decode.runner.step(rows), 0.0)
+        return [item.output for item in decode.take_outputs()]
+
+    def _copy_kv(self, source: PrefillJob, target: DecodeJob) -> None:
+        for layer in range(self._prefill.layout.num_layers):
+            key, value = self._prefill.kv_cache.gather(layer, source.block_ids, 0, source.num_prefill)
+            self._decode.kv_cache.splice(layer, target.block_ids, 0, target.num_prefill, key, value)
+
+
+def _engine(model: Path, block_size: int) -> Engine:
+    config = EngineConfig(model=str(model), dtype="float32", device="cpu", block_size=block_size, kv_cache_gib=0.01)
+    return assemble(config, model, CHUNK_TOKENS)
