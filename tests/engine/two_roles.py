@@ -6,7 +6,7 @@ from pathlib import Path
 from decode.scheduler import DecodeJob, DecodeLimits, DecodeScheduler
 from engine.assembly import Engine, assemble
 from engine.config import EngineConfig
-from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
+from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.messages import DecodeTarget, EndReason, RequestSpec
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 from prefill.scheduler import PrefillJob, PrefillLimits, PrefillScheduler
@@ -34,7 +34,7 @@ class TwoRoles:
     def run(self, spec: RequestSpec) -> Generated:
         """One attempt; both pools are empty before and after."""
         prefill = PrefillScheduler(
-            self._prefill.pool, PrefillLimits(CHUNK_TOKENS, 1, 1, self._prefill.max_model_len, LEASE_S), self._eos
+            self._prefill.pool, PrefillLimits(CHUNK_TOKENS, 1, 1, self._prefill.max_model_len, LEASE_S, LEASE_S), self._eos
         )
         job = PrefillJob(spec=spec, gateway="test", target=DecodeTarget("decode-0", "g1", "tcp://127.0.0.1:9"))
         prefill.add(job, 0.0)
@@ -56,9 +56,11 @@ class TwoRoles:
         return words
 
     def _run_on_decode(self, spec: RequestSpec, source: PrefillJob) -> list:
-        decode = DecodeScheduler(self._decode.pool, DecodeLimits(1, 1, self._decode.max_model_len, LEASE_S), self._eos)
+        limits = DecodeLimits(1, 1, self._decode.max_model_len, LEASE_S, LEASE_S)
+        decode = DecodeScheduler(self._decode.pool, limits, self._eos)
         job = DecodeJob(spec=spec, gateway="test", peer=("prefill-0", "g1"))
         decode.add(job, 0.0)
+        decode.offered(KvOffered(job.key), 0.0)
         self._copy_kv(source, job)
         first = source.output_token_ids[-1]
         decode.reception_ended(ReceptionEnded(job.key, ReceptionOutcome.ARRIVED, first), 0.0)
