@@ -34,7 +34,9 @@ class TwoRoles:
     def run(self, spec: RequestSpec) -> Generated:
         """One attempt; both pools are empty before and after."""
         prefill = PrefillScheduler(
-            self._prefill.pool, PrefillLimits(CHUNK_TOKENS, 1, 1, self._prefill.max_model_len, LEASE_S, LEASE_S), self._eos
+            self._prefill.pool,
+            PrefillLimits(CHUNK_TOKENS, 1, 1, self._prefill.max_model_len, LEASE_S, LEASE_S),
+            self._eos,
         )
         job = PrefillJob(spec=spec, gateway="test", target=DecodeTarget("decode-0", "g1", "tcp://127.0.0.1:9"))
         prefill.add(job, 0.0)
