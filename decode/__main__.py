@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with failures_in_one_line(PROG):
         listener = KvListener(config.kv_host, config.kv_port)
         engine = assemble(
-            config, resolve_model(config.model), config.max_num_seqs, record_decode=not config.enforce_eager
+            config, resolve_model(config.model), config.max_num_batched_tokens, record_decode=not config.enforce_eager
         )
         return build(config, engine, listener).run()
 
@@ -45,14 +45,14 @@ def build(config: DecodeConfig, engine: Engine, listener: KvListener) -> Worker:
     kv_endpoint = endpoint(config.kv_dial_host, endpoint_port(listener.endpoint))
     hello = introduce(config, Role.DECODE, engine, kv_endpoint)
     limits = DecodeLimits(
+        max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
-        max_waiting=config.max_waiting,
         max_model_len=engine.max_model_len,
         lease=config.room_wait_s,
         # Prefill gives a request up itself, a lease earlier: its word says more.
         offer_timeout=config.queue_timeout_s + config.lease_s,
     )
-    scheduler = DecodeScheduler(engine.pool, limits, engine.eos_token_ids)
+    scheduler = DecodeScheduler(engine.pool, config.queue_rules, limits, engine.eos_token_ids)
     receiver = KvReceiver(
         listener=listener,
         identity=(hello.fingerprint, hello.layout),

@@ -38,6 +38,11 @@ class DecodeConfig(EngineConfig):
         super().__post_init__()
         check_private_bind("--kv-host", self.kv_host, self.insecure)
         check_host("--kv-advertise-host", self.kv_dial_host)
+        if self.max_num_batched_tokens <= self.max_num_seqs:
+            raise SettingsError(
+                "--max-num-batched-tokens must be more than --max-num-seqs: a step has one token for each request, and "
+                "needs room for prompts that are computed again after they had lost their blocks"
+            )
         if is_wildcard(self.kv_dial_host):
             raise SettingsError(f"--kv-advertise-host is needed: prefill workers cannot dial {self.kv_dial_host}")
 

@@ -4,38 +4,48 @@ The life of a request here:
 
 1. `add`: checked by the worker, queued, its offer expected (WAITING).
 2. `offered`: prefill has admitted it, so its KV will come without waiting for anybody else (OFFERED).
-3. First come, first served among those, blocks for all its tokens are reserved and its KV is granted (RECEIVING); its
-   gateway is told, as from here on it isn't turned away any more. No room: it waits for a bounded time, and prefill
-   holds its KV.
+3. In the order of the queue, blocks for its prompt are reserved and its KV is granted (RECEIVING), except for the part
+   that the pool still holds from an earlier request. Its gateway is told, as from here on it isn't turned away any
+   more. No room: it waits for a bounded time, and prefill holds its KV.
 4. `reception_ended`: the KV is in the pool and the first token known; it takes part in the next step (RUNNING).
-5. Each step gives each running request one token, until a stop rule ends it (ENDED).
+5. Each step gives each running request one token, until a stop rule ends it (ENDED). It takes a block only when it
+   needs one.
+6. When no block is free, the request that stands last in the order gives its blocks to the one that needs one
+   (PREEMPTED). As soon as there is room it comes back, before all that is new, and what the pool has lost of its KV is
+   computed here, in chunks beside the other requests' tokens:
+
+    |<- one token of each that has its KV ->|<- chunks of those that were preempted, in order ->|
+    0                                                                         max_num_batched_tokens
+
+The first in the order never gives blocks away, so it always gets on, and then the next one is the first. One that
+needs a block and has nobody behind it keeps its own and sits steps out: whoever has the rest is done some day.
 
 Room is kept for none that prefill has not admitted: with both pools nearly full, each side could wait for what the
 other keeps for somebody else.
-
-A request reserves room for prompt + max_tokens - 1 tokens: the last token is never fed back, and no running request
-can be left without a block.
 """
 
+import bisect
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from engine.block_pool import BlockPool
 from engine.request import Outgoing, Request, RequestState, ScheduledRow
-from engine.request_book import RequestBook
+from engine.request_book import QueueRules, RequestBook, fits_beside
 from engine.stopping import finish_reason
 from kvtransfer.incoming import KvOffered, PeerId, ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput
+from kvtransfer.messages import EndReason, LifetimeEvent, Load, RequestEnd, RequestKey, RequestOutput
 
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """Requests that hold blocks at once, requests waiting, tokens a request; seconds to wait for room (`lease`), and
-    for prefill's offer."""
+    """Tokens a step, requests that hold blocks at once, tokens a request; seconds to wait for room (`lease`), and for
+    prefill's offer."""
 
+    max_num_batched_tokens: int
     max_num_seqs: int
-    max_waiting: int
     max_model_len: int
     lease: float
     offer_timeout: float
@@ -81,10 +91,21 @@ ReceptionCommand = ExpectOffer | GrantKv | CloseReception
 class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
     """Owns all requests of a decode worker. What it decides is drained by `take_outputs` and `take_commands`."""
 
-    def __init__(self, pool: BlockPool, limits: DecodeLimits, eos_token_ids: AbstractSet[int]) -> None:
-        super().__init__(pool, limits.max_waiting)
+    def __init__(
+        self, pool: BlockPool, rules: QueueRules, limits: DecodeLimits, eos_token_ids: AbstractSet[int]
+    ) -> None:
+        super().__init__(pool, rules)
         self._limits = limits
         self._eos_token_ids = eos_token_ids
+        self._preempted: list[DecodeJob] = []  # in the order of their places
+        self._num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return super().num_waiting + len(self._preempted)
+
+    def load(self) -> Load:
+        return structs.replace(super().load(), num_preemptions=self._num_preemptions)
 
     def offered(self, event: KvOffered, now: float) -> None:
         """Prefill holds blocks for the request; said once."""
@@ -131,26 +152,48 @@ class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
     # --- the step
 
     def schedule(self, now: float) -> list[ScheduledRow]:
-        """One row of one token for each running request; empty if there is nothing to do."""
+        """The next step's rows, at most `max_num_batched_tokens` tokens in all; empty if there is nothing to do."""
+        self._readmit()
+        rows = self._token_rows()
+        rows += self._chunk_rows(self._limits.max_num_batched_tokens - len(rows))
+        for row in rows:
+            row.request.record(LifetimeEvent.RUNNING, now)
+        return rows
+
+    def _token_rows(self) -> list[ScheduledRow]:
+        """One token of each request that has the KV of all others, and a block for this one."""
+        rows = []
+        for request in list(self._running):
+            if request.state is RequestState.RUNNING and request.num_uncomputed == 1 and self._grow(request):
+                rows.append(ScheduledRow(request, request.num_computed, 1))
+        return rows
+
+    def _chunk_rows(self, budget: int) -> list[ScheduledRow]:
+        """What `budget` tokens can compute of the requests that are computed again; they have all blocks they need."""
+        rows = []
         for request in self._running:
-            request.record(LifetimeEvent.RUNNING, now)
-        return [ScheduledRow(request, request.num_computed, request.num_uncomputed) for request in self._running]
+            count = min(request.num_uncomputed, budget)
+            if request.num_uncomputed > 1 and count > 0:
+                rows.append(ScheduledRow(request, request.num_computed, count))
+                budget -= count
+        return rows
 
     def complete(self, rows: Sequence[ScheduledRow], sampled: Sequence[int | None], now: float) -> None:
         """Books a step: each row's sampled token, and ends."""
         for row, token_id in zip(rows, sampled, strict=True):
             assert isinstance(row.request, DecodeJob), row.request
-            assert token_id is not None, f"row of {row.request.key} sampled nothing"
-            row.request.num_computed = row.stop
+            assert (token_id is not None) == row.samples, f"row of {row.request.key} sampled {token_id}"
+            self._computed(row.request, row.stop)
+            if token_id is None:
+                continue
             self._append(row.request, token_id, now)
             if row.request.num_reported < len(row.request.output_token_ids):
                 self._say(row.request, None)
 
     def _start_running(self, request: DecodeJob, first_token_id: int, now: float) -> None:
         request.record(LifetimeEvent.SPLICED, now)
-        request.move(RequestState.RUNNING)
-        self._running.append(request)
-        request.num_computed = request.num_prefill
+        self._run(request)
+        self._computed(request, request.num_prefill)
         self._append(request, first_token_id, now)
 
     def _append(self, request: DecodeJob, token_id: int, now: float) -> None:
@@ -161,15 +204,53 @@ class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
 
     def _reserve(self, now: float) -> None:
         for request in [request for request in self._waiting if request.state is RequestState.OFFERED]:
-            num_tokens = request.num_prompt + request.sampling.max_tokens - 1
-            if self.num_running >= self._limits.max_num_seqs or not self._pool.can_fit(num_tokens):
+            num_running, cached = self.num_running, self._cached_blocks(request, request.num_prefill)
+            if self._preempted or num_running >= self._limits.max_num_seqs:
                 return
-            request.block_ids = self._pool.allocate(num_tokens, owner=request.key)
+            if not fits_beside(self._pool, request.num_prefill, cached, num_running):
+                return
             self._waiting.remove(request)
+            self._take_blocks(request, request.num_prefill, cached)
             request.move(RequestState.RECEIVING)
             request.record(LifetimeEvent.RESERVED, now)
             self._commands.append(GrantKv(request))
             self._say(request, None)
+
+    # --- blocks run dry
+
+    def _grow(self, request: DecodeJob) -> bool:
+        """Whether the request has a block for its next token now; one behind it in the order may have lost its own."""
+        if request.num_tokens <= len(request.block_ids) * self._pool.block_size:
+            return True
+        while self._pool.num_free == 0:
+            if self._running[-1] is request:
+                return False
+            self._preempt(self._running[-1])
+        request.block_ids += self._pool.allocate(1, owner=request.key)
+        return True
+
+    def _preempt(self, request: DecodeJob) -> None:
+        self._running.remove(request)
+        self._give_back(request)
+        request.num_computed = 0
+        request.move(RequestState.PREEMPTED)
+        bisect.insort(self._preempted, request, key=self._place)
+        self._num_preemptions += 1
+
+    def _readmit(self) -> None:
+        while self._preempted:
+            request = self._preempted[0]
+            cached = self._cached_blocks(request, request.num_tokens - 1)
+            if not fits_beside(self._pool, request.num_tokens, cached, self.num_running):
+                return
+            self._preempted.pop(0)
+            self._take_blocks(request, request.num_tokens, cached)
+            self._run(request)
+
+    def _unlist(self, request: DecodeJob) -> None:
+        if request.state is RequestState.PREEMPTED:
+            self._preempted.remove(request)
+        super()._unlist(request)
 
     # --- queue, end, word
 

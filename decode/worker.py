@@ -98,6 +98,6 @@ class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
             case ExpectOffer(job):
                 self._receiver.expect(job.key, job.peer, job.num_prefill)
             case GrantKv(job):
-                self._receiver.grant(job.key, first_token=0)
+                self._receiver.grant(job.key, first_token=job.num_cached)
             case CloseReception(key, reason):
                 self._receiver.close(key, reason)

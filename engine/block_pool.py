@@ -65,8 +65,10 @@ class BlockPool:
         wanted = blocks_for(num_tokens, self.block_size) - len(shared)
         return wanted <= self.num_free - sum(1 for block_id in shared if block_id not in self._owners)
 
-    def num_owners(self, block_id: int) -> int:
-        return len(self._owners.get(block_id, ()))
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody owns."""
+        return len(self._owners)
 
     # --- taking and giving back
 

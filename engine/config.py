@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from engine.request_book import QueueRules
 from kvtransfer.addresses import check_endpoint
 from kvtransfer.errors import SettingsError
 from kvtransfer.messages import NAME_PATTERN
@@ -46,6 +47,13 @@ class EngineConfig(Settings):
     cpu_threads: int | None = setting(
         None, "Threads for computing on a CPU.", group="device", ge=1, le=1024, default_text="all cores"
     )
+    max_num_batched_tokens: int = setting(
+        512,
+        "Most tokens in one step: more is more throughput, fewer let short prompts pass long ones sooner.",
+        group="batching and memory",
+        ge=1,
+        le=1 << 20,
+    )
     max_num_seqs: int = setting(64, "Most requests in one batch.", group="batching and memory", ge=1, le=65536)
     max_waiting: int = setting(
         256, "Most requests that wait for room; more are turned away.", group="batching and memory", ge=1, le=1 << 20
@@ -56,6 +64,15 @@ class EngineConfig(Settings):
         group="batching and memory",
         ge=1,
         le=1024,
+    )
+    enable_prefix_caching: bool = setting(
+        True, "Keep the KV of prompts for later ones that begin alike.", group="batching and memory"
+    )
+    scheduling_policy: str = setting(
+        "fcfs",
+        "Who comes first: fcfs goes by arrival, priority by the requests' priority and then by arrival.",
+        group="batching and memory",
+        choices=("fcfs", "priority"),
     )
     gpu_memory_utilization: float = setting(
         0.9,
@@ -126,3 +143,11 @@ class EngineConfig(Settings):
             raise SettingsError("--worker-id takes 1 to 128 letters, digits and _.:-")
         if self.gateway_dead_after_s <= self.heartbeat_interval_s:
             raise SettingsError("--gateway-dead-after-s must be longer than --heartbeat-interval-s")
+
+    @property
+    def queue_rules(self) -> QueueRules:
+        return QueueRules(
+            max_waiting=self.max_waiting,
+            share_prefixes=self.enable_prefix_caching,
+            by_priority=self.scheduling_policy == "priority",
+        )

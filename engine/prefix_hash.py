@@ -11,6 +11,7 @@ its tag and its length, so that no two different sets of extras give the same by
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 BlockName = bytes
 """16 bytes: two of 2**40 blocks share a name with probability 2**-49."""
@@ -27,6 +28,12 @@ def root_name(extras: Mapping[str, str]) -> BlockName:
     return digest.digest()
 
 
+class Tokens(Protocol):
+    """A sequence of token ids that only ever grows."""
+
+    def token_slice(self, start: int, stop: int) -> Sequence[int]: ...
+
+
 class BlockNames:
     """The names of a growing sequence's full blocks, each computed once."""
 
@@ -35,12 +42,14 @@ class BlockNames:
         self._root = root_name(extras)
         self._names: list[BlockName] = []
 
-    def of(self, token_ids: Sequence[int]) -> Sequence[BlockName]:
-        """Names of all full blocks of `token_ids`, which only ever grows from one call to the next."""
+    def of(self, tokens: Tokens, num_blocks: int) -> Sequence[BlockName]:
+        """Names of the first `num_blocks` blocks, which must be full, and of all that were asked for before."""
         size = self._block_size
-        for start in range(len(self._names) * size, len(token_ids) - size + 1, size):
+        for index in range(len(self._names), num_blocks):
             parent = self._names[-1] if self._names else self._root
-            self._names.append(_child_name(parent, token_ids[start : start + size]))
+            token_ids = tokens.token_slice(index * size, (index + 1) * size)
+            assert len(token_ids) == size, f"block {index} holds {len(token_ids)} tokens of {size}"
+            self._names.append(_child_name(parent, token_ids))
         return self._names
 
 

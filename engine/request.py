@@ -23,7 +23,7 @@ class RequestState(Enum):
     """Where a request is on this worker.
 
     prefill:   WAITING -> RUNNING -> HANDING_OVER -> ENDED
-    decode:    WAITING -> OFFERED -> RECEIVING -> RUNNING -> ENDED
+    decode:    WAITING -> OFFERED -> RECEIVING -> RUNNING -> ENDED      RUNNING -> PREEMPTED -> RUNNING
     colocated: WAITING -> RUNNING -> ENDED
 
     A request that ends while a transfer thread may still touch its blocks goes through CLOSING.
@@ -33,6 +33,7 @@ class RequestState(Enum):
     OFFERED = "offered"  # decode: prefill holds blocks for it; no blocks here yet
     RECEIVING = "receiving"  # decode: blocks reserved, KV arriving
     RUNNING = "running"  # takes part in steps
+    PREEMPTED = "preempted"  # decode: its blocks were taken for an older one; it will be computed again here
     HANDING_OVER = "handing_over"  # prefill: computed, blocks held until decode has the KV
     CLOSING = "closing"  # the terminal word is given; blocks are still lent to a transfer
     ENDED = "ended"  # terminal; owns no blocks
@@ -44,7 +45,10 @@ _MOVES: dict[RequestState, frozenset[RequestState]] = {
     ),
     RequestState.OFFERED: frozenset({RequestState.RECEIVING, RequestState.CLOSING, RequestState.ENDED}),
     RequestState.RECEIVING: frozenset({RequestState.RUNNING, RequestState.CLOSING, RequestState.ENDED}),
-    RequestState.RUNNING: frozenset({RequestState.HANDING_OVER, RequestState.CLOSING, RequestState.ENDED}),
+    RequestState.RUNNING: frozenset(
+        {RequestState.PREEMPTED, RequestState.HANDING_OVER, RequestState.CLOSING, RequestState.ENDED}
+    ),
+    RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.ENDED}),
     RequestState.HANDING_OVER: frozenset({RequestState.CLOSING, RequestState.ENDED}),
     RequestState.CLOSING: frozenset({RequestState.ENDED}),
     RequestState.ENDED: frozenset(),
@@ -60,7 +64,9 @@ class Request:
     """Tokens, blocks and progress of (request, attempt) on this worker.
 
     `gateway` is the name of the gateway that owns it; `events` holds clock readings in seconds (monotonic). `lent`: a
-    transfer's thread may touch its blocks, so they can't be freed before the transfer has ended.
+    transfer's thread may touch its blocks, so they can't be freed before the transfer has ended. `num_cached`: tokens
+    whose KV was in the pool already when it last got its blocks. `arrival`: its number among all that came to this
+    worker.
     """
 
     spec: RequestSpec
@@ -69,6 +75,8 @@ class Request:
     output_token_ids: list[int] = field(init=False)
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_cached: int = 0
+    arrival: int = 0
     events: dict[LifetimeEvent, float] = field(default_factory=dict)
     lent: bool = False
 

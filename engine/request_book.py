@@ -1,36 +1,51 @@
-"""What the schedulers of both roles have in common: their requests, queues and books, and how a request ends.
+"""What the schedulers of both roles have in common: their requests, queues and blocks, and how a request ends.
 
 Knows no torch, socket or clock. A request is in exactly one place:
 
     _waiting (WAITING, OFFERED) -> _running (RUNNING)
-    neither, while a transfer has it (RECEIVING, HANDING_OVER, CLOSING)
+    neither, while a transfer has it (RECEIVING, HANDING_OVER, CLOSING), or while its blocks are others' (PREEMPTED)
 
 and in `_requests` until its blocks are free again. What a scheduler decides is drained by its worker: `take_outputs` is
 for the gateways, `take_commands` for the thread that moves KV.
 """
 
 import abc
-from collections import deque
+import bisect
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from engine.block_pool import BlockPool
+from engine.block_pool import BlockPool, blocks_for
+from engine.prefix_hash import BlockNames
 from engine.request import Outgoing, Request, RequestState, ScheduledRow
-from kvtransfer.messages import MAX_TEXT_CHARS, EndReason, LifetimeEvent, RequestEnd, RequestKey
+from kvtransfer.messages import MAX_TEXT_CHARS, EndReason, LifetimeEvent, Load, RequestEnd, RequestKey
 
 Job = TypeVar("Job", bound=Request)
 Command = TypeVar("Command")
+Place = tuple[int, int]
+"""Where a request stands among others: the smaller, the sooner."""
+
+
+@dataclass(frozen=True)
+class QueueRules:
+    """Requests that may wait; whether blocks are shared by what they hold; whether `priority` goes before arrival."""
+
+    max_waiting: int
+    share_prefixes: bool = True
+    by_priority: bool = False
 
 
 class RequestBook(abc.ABC, Generic[Job, Command]):
     """All requests of a worker. Subclasses say when a request gets blocks, and what a step computes."""
 
-    def __init__(self, pool: BlockPool, max_waiting: int) -> None:
+    def __init__(self, pool: BlockPool, rules: QueueRules) -> None:
         self._pool = pool
-        self._max_waiting = max_waiting
+        self._rules = rules
         self._requests: dict[RequestKey, Job] = {}
-        self._waiting: deque[Job] = deque()
-        self._running: list[Job] = []  # in the order in which they came to run
+        self._waiting: list[Job] = []  # both in the order of their places
+        self._running: list[Job] = []
+        self._num_arrivals = 0
+        self._names: dict[RequestKey, BlockNames] = {}
         self._outputs: list[Outgoing] = []
         self._commands: list[Command] = []
 
@@ -48,6 +63,21 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
     def num_running(self) -> int:
         """Requests that hold blocks, computing or not."""
         return sum(1 for request in self._requests.values() if request.block_ids)
+
+    def load(self) -> Load:
+        """What the next heartbeat says of this worker."""
+        pool, counts = self._pool, self._pool.counts
+        return Load(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            kv_usage=pool.usage,
+            num_free_blocks=pool.num_free,
+            num_blocks=pool.num_blocks,
+            kv_waste=self._waste(),
+            prefix_queries=counts.num_queried,
+            prefix_hits=counts.num_hit,
+            prefix_evictions=counts.num_evicted,
+        )
 
     def find(self, key: RequestKey) -> Job | None:
         return self._requests.get(key)
@@ -73,11 +103,13 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
         if request.key in self._requests:
             return  # a repeated message; the first one is being served
         request.record(LifetimeEvent.RECEIVED, now)
+        self._num_arrivals += 1
+        request.arrival = self._num_arrivals
         self._requests[request.key] = request
-        if len(self._waiting) >= self._max_waiting:
+        if len(self._waiting) >= self._rules.max_waiting:
             self._end(request, EndReason.OVERLOADED, now, "the queue of this worker is full")
             return
-        self._waiting.append(request)
+        bisect.insort(self._waiting, request, key=self._place)
         self._queued(request, now)
 
     def cancel(self, key: RequestKey, now: float) -> None:
@@ -118,6 +150,63 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
     def _say(self, request: Job, end: RequestEnd | None) -> None:
         """Adds to the outputs what is new of a request."""
 
+    # --- order and blocks
+
+    def _place(self, request: Job) -> Place:
+        priority = request.spec.priority if self._rules.by_priority else 0
+        return (priority, request.arrival)
+
+    def _run(self, request: Job) -> None:
+        """Takes part in steps from now on."""
+        request.move(RequestState.RUNNING)
+        bisect.insort(self._running, request, key=self._place)
+
+    def _cached_blocks(self, request: Job, num_tokens: int) -> list[int]:
+        """Blocks that hold the KV of the request's first tokens already, of `num_tokens` at most."""
+        if not self._rules.share_prefixes:
+            return []
+        num_full = num_tokens // self._pool.block_size
+        return self._pool.find(self._names_of(request, num_full)[:num_full])
+
+    def _take_blocks(self, request: Job, num_tokens: int, cached: Sequence[int]) -> None:
+        """Gives a request without blocks room for `num_tokens` tokens, the first of them in the blocks `cached`."""
+        assert not request.block_ids, request.key
+        self._pool.share(cached, owner=request.key)
+        request.num_computed = request.num_cached = len(cached) * self._pool.block_size
+        fresh = self._pool.allocate(num_tokens - request.num_computed, owner=request.key)
+        request.block_ids = [*cached, *fresh]
+        self._pool.note_lookup(num_tokens, request.num_cached)
+
+    def _computed(self, request: Job, num_tokens: int) -> None:
+        """The KV of the first `num_tokens` tokens is in the pool: full blocks can be shared from now on."""
+        size = self._pool.block_size
+        before, request.num_computed = request.num_computed // size, num_tokens
+        full = num_tokens // size
+        if self._rules.share_prefixes and full > before:
+            names = self._names_of(request, full)
+            for index in range(before, full):
+                self._pool.name(request.block_ids[index], names[index])
+
+    def _names_of(self, request: Job, num_blocks: int) -> Sequence[bytes]:
+        """Names of the request's first `num_blocks` blocks, and perhaps of more."""
+        names = self._names.get(request.key)
+        if names is None:
+            salt = request.spec.cache_salt
+            names = BlockNames({"cache_salt": salt} if salt else {}, self._pool.block_size)
+            self._names[request.key] = names
+        return names.of(request, num_blocks)
+
+    def _waste(self) -> float:
+        """Share of the slots in owned blocks that hold no token and that none is on its way to."""
+        size = self._pool.block_size
+        slots = self._pool.num_used * size
+        spare = sum(
+            len(request.block_ids) * size - max(request.num_computed, request.num_prefill)
+            for request in self._requests.values()
+            if request.block_ids
+        )
+        return min(1.0, max(0, spare) / slots) if slots else 0.0
+
     # --- ends
 
     def _end(self, request: Job, reason: EndReason, now: float, message: str = "") -> None:
@@ -137,9 +226,21 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
         elif request in self._waiting:
             self._waiting.remove(request)
 
-    def _release(self, request: Job, now: float) -> None:
-        """Frees a request's blocks and forgets it."""
+    def _give_back(self, request: Job) -> None:
+        """Frees a request's blocks; what they hold can still be shared."""
         self._pool.free(request.block_ids, owner=request.key)
         request.block_ids = []
+
+    def _release(self, request: Job, now: float) -> None:
+        """Frees a request's blocks and forgets it."""
+        self._give_back(request)
         request.move(RequestState.ENDED)
+        self._names.pop(request.key, None)
         del self._requests[request.key]
+
+
+def fits_beside(pool: BlockPool, num_tokens: int, cached: Sequence[int], num_running: int) -> bool:
+    """Whether `num_tokens` fit with one block to spare for each of `num_running` others: they grow, and who comes in
+    without that is the first to lose its blocks to them. Alone, all of the pool will do."""
+    spare = num_running * pool.block_size
+    return pool.can_fit(blocks_for(num_tokens, pool.block_size) * pool.block_size + spare, shared=cached)

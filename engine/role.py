@@ -40,8 +40,7 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
         self._engine.pool.check_integrity(self._book.held_blocks())
 
     def load(self) -> Load:
-        pool, book = self._engine.pool, self._book
-        return Load(book.num_running, book.num_waiting, pool.usage, pool.num_free, pool.num_blocks)
+        return self._book.load()
 
     def cancel(self, gateway: str, message: Cancel, now: float) -> None:
         """The owner no longer wants the request; the word of another gateway doesn't count."""

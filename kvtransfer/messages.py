@@ -142,13 +142,22 @@ class Limits(Part, frozen=True):
 
 
 class Load(Part, frozen=True):
-    """A snapshot for routing and metrics."""
+    """A snapshot for routing and metrics; counters run from the worker's start.
+
+    `kv_waste`: share of the slots in owned blocks that hold no token. `prefix_queries` and `prefix_hits` count prompt
+    tokens that were looked up in the prefix cache and found there; `prefix_evictions` counts blocks.
+    """
 
     num_running: Count
     num_waiting: Count
     kv_usage: Fraction
     num_free_blocks: Count = 0
     num_blocks: Count = 0
+    kv_waste: Fraction = 0.0
+    num_preemptions: Count = 0
+    prefix_queries: Count = 0
+    prefix_hits: Count = 0
+    prefix_evictions: Count = 0
 
 
 # --- a request -------------------------------------------------------------------------------------
@@ -184,7 +193,8 @@ class RequestSpec(Part, frozen=True):
     """All that is needed to rebuild a request anywhere: its tokens and how to go on.
 
     `output_token_ids`: what earlier attempts have generated already. The first new token stands behind them, and all
-    that counts output (max_tokens, min_tokens, penalties, the position of a draw) counts them too.
+    that counts output (max_tokens, min_tokens, penalties, the position of a draw) counts them too. `cache_salt`: KV is
+    shared only among requests with the same salt. `priority`: the smaller, the sooner, where a worker schedules by it.
     """
 
     request_id: Name
@@ -192,6 +202,8 @@ class RequestSpec(Part, frozen=True):
     prompt_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
     sampling: SamplingParams
     output_token_ids: TokenIds = ()
+    cache_salt: Text = ""
+    priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
 
 
 class RequestEnd(Part, frozen=True):
@@ -204,7 +216,8 @@ class RequestEnd(Part, frozen=True):
 class RequestOutput(Part, frozen=True):
     """New tokens of one request: output tokens [start, start + len(token_ids)), and its end if this is the last.
 
-    `events` holds the worker's lifetime readings, sent with the first token and with the end. Decode sends them once
+    `num_cached`: of a prefill worker's tokens, how many it found in its prefix cache. `events` holds the worker's
+    lifetime readings, sent with the first token and with the end. Decode sends them once
     more, with no token, as soon as it has reserved room: until then it may still turn the request away.
     """
 
@@ -213,6 +226,7 @@ class RequestOutput(Part, frozen=True):
     start: Count
     token_ids: TokenIds = ()
     end: RequestEnd | None = None
+    num_cached: Count = 0
     events: dict[LifetimeEvent, Seconds] = {}
 
 

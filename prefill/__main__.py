@@ -40,12 +40,11 @@ def build(config: PrefillConfig, engine: Engine) -> Worker:
     limits = PrefillLimits(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
-        max_waiting=config.max_waiting,
         max_model_len=engine.max_model_len,
         lease=config.lease_s,
         queue_timeout=config.queue_timeout_s,
     )
-    scheduler = PrefillScheduler(engine.pool, limits, engine.eos_token_ids)
+    scheduler = PrefillScheduler(engine.pool, config.queue_rules, limits, engine.eos_token_ids)
     sender = KvSender(_kv_hello(hello), PoolSource(engine, scheduler), inbox, keepalive=config.lease_s / 4)
     timing = LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s)
     links = GatewayLinks(hello, config.gateway, timing, inbox, config.max_waiting)

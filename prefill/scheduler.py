@@ -3,11 +3,12 @@
 The life of a request here:
 
 1. `add`: checked by the worker, queued (WAITING).
-2. Admitted first come, first served when its whole prompt, and the output of earlier attempts, fit the pool (RUNNING),
+2. Admitted in the order of the queue when its whole prompt, and the output of earlier attempts, fit the pool (RUNNING),
    and offered to decode, which reserves meanwhile. A full pool stops admission, and this is the back-pressure: blocks
    come back as decode workers take KV over. Nothing is offered before it has its blocks here: decode would keep room
    for it that others, whose blocks it waits for, can't have.
-3. Its prompt is computed in chunks. The first token goes to the gateway, and behind the KV to decode (HANDING_OVER).
+3. What the pool still holds of its prompt from an earlier request is shared; the rest, at least its last token, is
+   computed in chunks. The first token goes to the gateway, and behind the KV to decode (HANDING_OVER).
    Without a target, or if the first token is the last, the request ends here.
 4. `transfer_ended`: decode has everything; blocks are freed (ENDED).
 
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
 from engine.request import Outgoing, Request, RequestState, ScheduledRow
-from engine.request_book import RequestBook
+from engine.request_book import QueueRules, RequestBook
 from engine.stopping import finish_reason
 from kvtransfer.messages import DecodeTarget, EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
@@ -34,12 +35,10 @@ OLDEST_SHARE = 4
 
 @dataclass(frozen=True)
 class PrefillLimits:
-    """Tokens a step, requests computed at once, requests waiting, tokens a request; seconds to wait for decode, and for
-    room here."""
+    """Tokens a step, requests computed at once, tokens a request; seconds to wait for decode, and for room here."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
-    max_waiting: int
     max_model_len: int
     lease: float
     queue_timeout: float
@@ -86,8 +85,10 @@ TransferCommand = OpenTransfer | SendFirstToken | AbortTransfer
 class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
     """Owns all requests of a prefill worker. What it decides is drained by `take_outputs` and `take_commands`."""
 
-    def __init__(self, pool: BlockPool, limits: PrefillLimits, eos_token_ids: AbstractSet[int]) -> None:
-        super().__init__(pool, limits.max_waiting)
+    def __init__(
+        self, pool: BlockPool, rules: QueueRules, limits: PrefillLimits, eos_token_ids: AbstractSet[int]
+    ) -> None:
+        super().__init__(pool, rules)
         self._limits = limits
         self._eos_token_ids = eos_token_ids
 
@@ -132,21 +133,20 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
     def complete(self, rows: Sequence[ScheduledRow], sampled: Sequence[int | None], now: float) -> None:
         """Books a step: tokens computed, and first tokens sampled."""
         for row, token_id in zip(rows, sampled, strict=True):
-            row.request.num_computed = row.stop
+            assert isinstance(row.request, PrefillJob), row.request
+            self._computed(row.request, row.stop)
             if token_id is not None:
-                assert isinstance(row.request, PrefillJob), row.request
                 self._first_token(row.request, token_id, now)
 
     def _admit(self) -> None:
-        while (
-            self._waiting
-            and len(self._running) < self._limits.max_num_seqs
-            and self._pool.can_fit(self._waiting[0].num_prefill)
-        ):
-            request = self._waiting.popleft()
-            request.block_ids = self._pool.allocate(request.num_prefill, owner=request.key)
-            request.move(RequestState.RUNNING)
-            self._running.append(request)
+        while self._waiting and len(self._running) < self._limits.max_num_seqs:
+            request = self._waiting[0]
+            cached = self._cached_blocks(request, request.num_prefill - 1)
+            if not self._pool.can_fit(request.num_prefill, shared=cached):
+                return
+            self._waiting.pop(0)
+            self._take_blocks(request, request.num_prefill, cached)
+            self._run(request)
             if request.target is not None:
                 request.lent = True
                 self._commands.append(OpenTransfer(request))
@@ -178,6 +178,7 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
             start=request.num_resumed,
             token_ids=tuple(request.output_token_ids[request.num_resumed :]),
             end=end,
+            num_cached=request.num_cached,
             events=request.readings(),
         )
         self._outputs.append(Outgoing(request.gateway, output))

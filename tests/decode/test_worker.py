@@ -10,6 +10,7 @@ from decode.worker import DecodeRole, PoolSink
 from engine.block_pool import BlockPool
 from engine.buffers import as_bytes
 from engine.kv_cache import KvCache
+from engine.request_book import QueueRules
 from kernels.reference import ReferenceKernels
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.layout import KvBody
@@ -54,7 +55,7 @@ def engine_with(block_size=4, dtype="float32", num_blocks=8):
 @pytest.fixture
 def role():
     engine = engine_with()
-    scheduler = DecodeScheduler(engine.pool, DecodeLimits(4, 8, 64, 10.0, 100.0), frozenset({1}))
+    scheduler = DecodeScheduler(engine.pool, QueueRules(8), DecodeLimits(8, 4, 64, 10.0, 100.0), frozenset({1}))
     return DecodeRole(engine, scheduler, RecordingReceiver())
 
 
@@ -146,6 +147,9 @@ def test_a_resumed_request_expects_the_kv_of_its_output_too(role):
     role.add("gw", DecodeRequest(spec("r", 6, max_tokens=5, resumed=[20, 21]), *PEER), 0.0)
     role.flush()
     assert calls_of(role) == [("expect", KEY, PEER, 8)]
+    role.on_transfer(KvOffered(KEY), 0.5)
+    role.flush()
+    assert calls_of(role) == [("grant", KEY, 0)]
     role.on_transfer(ReceptionEnded(KEY, ReceptionOutcome.ARRIVED, 50), 1.0)
     assert role.step()
     assert outputs_of(role) == [("gw", 2, (50, 60), None)]

@@ -5,8 +5,17 @@ import pytest
 from engine.prefix_hash import BlockNames, root_name
 
 
+class Tokens:
+    def __init__(self, token_ids) -> None:
+        self.token_ids = list(token_ids)
+
+    def token_slice(self, start, stop):
+        return self.token_ids[start:stop]
+
+
 def names(token_ids, extras=None, block_size=4):
-    return list(BlockNames(extras or {}, block_size).of(token_ids))
+    tokens = Tokens(token_ids)
+    return list(BlockNames(extras or {}, block_size).of(tokens, len(tokens.token_ids) // block_size))
 
 
 def test_only_full_blocks_have_names_and_equal_prefixes_share_them():
@@ -26,7 +35,12 @@ def test_a_name_depends_on_all_tokens_before_it():
 def test_names_grow_with_the_sequence():
     growing = BlockNames({}, 4)
     for length in range(1, 20):
-        assert list(growing.of(range(length))) == names(range(length))
+        assert list(growing.of(Tokens(range(length)), length // 4)) == names(range(length))
+
+
+def test_a_block_that_is_not_full_has_no_name():
+    with pytest.raises(AssertionError, match="3 tokens of 4"):
+        BlockNames({}, 4).of(Tokens(range(7)), 2)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from engine.request import IllegalMoveError, Request, RequestState, ScheduledRow
 from kvtransfer.messages import LifetimeEvent
 from tests.kvtransfer.samples import spec
 
-W, OFF, REC, RUN, HAND, CLOSE, END = RequestState
+W, OFF, REC, RUN, PRE, HAND, CLOSE, END = RequestState
 LEGAL = {
     (W, OFF),
     (OFF, REC),
@@ -20,6 +20,9 @@ LEGAL = {
     (REC, RUN),
     (REC, CLOSE),
     (REC, END),
+    (RUN, PRE),
+    (PRE, RUN),
+    (PRE, END),
     (RUN, HAND),
     (RUN, CLOSE),
     (RUN, END),

@@ -6,6 +6,7 @@ from pathlib import Path
 from decode.scheduler import DecodeJob, DecodeLimits, DecodeScheduler
 from engine.assembly import Engine, assemble
 from engine.config import EngineConfig
+from engine.request_book import QueueRules
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.messages import DecodeTarget, EndReason, RequestSpec
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
@@ -35,7 +36,8 @@ class TwoRoles:
         """One attempt; both pools are empty before and after."""
         prefill = PrefillScheduler(
             self._prefill.pool,
-            PrefillLimits(CHUNK_TOKENS, 1, 1, self._prefill.max_model_len, LEASE_S, LEASE_S),
+            QueueRules(1),
+            PrefillLimits(CHUNK_TOKENS, 1, self._prefill.max_model_len, LEASE_S, LEASE_S),
             self._eos,
         )
         job = PrefillJob(spec=spec, gateway="test", target=DecodeTarget("decode-0", "g1", "tcp://127.0.0.1:9"))
@@ -58,8 +60,8 @@ class TwoRoles:
         return words
 
     def _run_on_decode(self, spec: RequestSpec, source: PrefillJob) -> list:
-        limits = DecodeLimits(1, 1, self._decode.max_model_len, LEASE_S, LEASE_S)
-        decode = DecodeScheduler(self._decode.pool, limits, self._eos)
+        limits = DecodeLimits(CHUNK_TOKENS, 1, self._decode.max_model_len, LEASE_S, LEASE_S)
+        decode = DecodeScheduler(self._decode.pool, QueueRules(1), limits, self._eos)
         job = DecodeJob(spec=spec, gateway="test", peer=("prefill-0", "g1"))
         decode.add(job, 0.0)
         decode.offered(KvOffered(job.key), 0.0)

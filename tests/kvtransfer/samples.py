@@ -98,8 +98,17 @@ FROM_DECODE = (
 
 
 def spec(
-    request_id: str = "r", num_prompt: int = 4, max_tokens: int = 4, attempt: int = 0, resumed=(), **sampling
+    request_id: str = "r",
+    num_prompt: int = 4,
+    max_tokens: int = 4,
+    attempt: int = 0,
+    resumed=(),
+    prompt=None,
+    cache_salt="",
+    priority=0,
+    **sampling,
 ) -> RequestSpec:
-    """`resumed`: output tokens that an earlier attempt has generated."""
+    """`resumed`: output tokens that an earlier attempt has generated; `prompt`: in place of the usual tokens."""
     params = SamplingParams(max_tokens=max_tokens, seed=1, **sampling)
-    return RequestSpec(request_id, attempt, tuple(range(10, 10 + num_prompt)), params, tuple(resumed))
+    token_ids = tuple(range(10, 10 + num_prompt)) if prompt is None else tuple(prompt)
+    return RequestSpec(request_id, attempt, token_ids, params, tuple(resumed), cache_salt, priority)

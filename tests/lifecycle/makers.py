@@ -2,6 +2,7 @@
 
 from decode.scheduler import DecodeJob, DecodeLimits, DecodeScheduler
 from engine.block_pool import BlockPool
+from engine.request_book import QueueRules
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.messages import DecodeTarget
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
@@ -13,6 +14,13 @@ TARGET = DecodeTarget("decode-0", "g2", "tcp://127.0.0.1:9")
 PEER = ("prefill-0", "g1")
 
 
+def rules_and_limits(settings: dict) -> tuple[QueueRules, dict]:
+    """Prompts here are all alike, so blocks are shared only where a test says so."""
+    rules = {"max_waiting": 8, "share_prefixes": False, "by_priority": False}
+    rules |= {name: settings.pop(name) for name in list(settings) if name in rules}
+    return QueueRules(**rules), settings
+
+
 class Prefill:
     """A prefill scheduler with its pool."""
 
@@ -20,13 +28,13 @@ class Prefill:
         defaults = {
             "max_num_batched_tokens": 8,
             "max_num_seqs": 4,
-            "max_waiting": 8,
             "max_model_len": 64,
             "lease": 10.0,
             "queue_timeout": 100.0,
         }
         self.pool = BlockPool(num_blocks, block_size)
-        self.scheduler = PrefillScheduler(self.pool, PrefillLimits(**(defaults | limits)), frozenset({EOS}))
+        rules, limits = rules_and_limits(defaults | limits)
+        self.scheduler = PrefillScheduler(self.pool, rules, PrefillLimits(**limits), frozenset({EOS}))
 
     def add(self, request_id="r", num_prompt=4, now=0.0, target=TARGET, gateway="gw", **sampling) -> PrefillJob:
         job = PrefillJob(spec=spec(request_id, num_prompt, **sampling), gateway=gateway, target=target)
@@ -57,9 +65,16 @@ class Decode:
     """A decode scheduler with its pool."""
 
     def __init__(self, num_blocks=16, block_size=4, **limits) -> None:
-        defaults = {"max_num_seqs": 4, "max_waiting": 8, "max_model_len": 64, "lease": 10.0, "offer_timeout": 100.0}
+        defaults = {
+            "max_num_batched_tokens": 8,
+            "max_num_seqs": 4,
+            "max_model_len": 64,
+            "lease": 10.0,
+            "offer_timeout": 100.0,
+        }
         self.pool = BlockPool(num_blocks, block_size)
-        self.scheduler = DecodeScheduler(self.pool, DecodeLimits(**(defaults | limits)), frozenset({EOS}))
+        rules, limits = rules_and_limits(defaults | limits)
+        self.scheduler = DecodeScheduler(self.pool, rules, DecodeLimits(**limits), frozenset({EOS}))
 
     def add(self, request_id="r", num_prompt=4, now=0.0, gateway="gw", offered=True, **sampling) -> DecodeJob:
         job = DecodeJob(spec=spec(request_id, num_prompt, **sampling), gateway=gateway, peer=PEER)
@@ -79,10 +94,9 @@ class Decode:
         self.check()
 
     def step(self, now=2.0, token_id=60) -> list[str]:
-        """One step in which every row samples `token_id`; the ids of the requests that took part."""
+        """One step in which every row that samples gets `token_id`; the ids of the requests that took part."""
         rows = self.scheduler.schedule(now)
-        assert all(row.samples and row.count == 1 for row in rows)
-        self.scheduler.complete(rows, [token_id] * len(rows), now)
+        self.scheduler.complete(rows, [token_id if row.samples else None for row in rows], now)
         self.check()
         return [row.request.spec.request_id for row in rows]
 

@@ -1,4 +1,7 @@
-"""The decode scheduler under any order of events: arrivals, steps, cancels, receptions, time."""
+"""The decode scheduler under any order of events: arrivals, steps, cancels, receptions, time.
+
+The pool is small, so requests lose their blocks to each other all the time; prompts are alike, so blocks are shared.
+"""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -10,14 +13,26 @@ from kvtransfer.incoming import ReceptionOutcome
 from kvtransfer.messages import EndReason
 from tests.lifecycle.ledger import Ledger
 from tests.lifecycle.makers import EOS, Decode
+from tests.lifecycle.paper_pool import PaperPool
 
-MAX_SEQS, LEASE = 3, 4.0
+MAX_SEQS, MAX_TOKENS, LEASE = 3, 5, 4.0
+PROMPTS = [[10] * 12, [10] * 7 + [11] * 5, [12] * 12]
 
 
 class DecodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.world = Decode(num_blocks=6, block_size=4, max_num_seqs=MAX_SEQS, max_waiting=3, lease=LEASE)
+        self.world = Decode(
+            num_blocks=6,
+            block_size=4,
+            max_num_batched_tokens=MAX_TOKENS,
+            max_num_seqs=MAX_SEQS,
+            max_waiting=3,
+            lease=LEASE,
+            share_prefixes=True,
+            by_priority=True,
+        )
+        self.paper = PaperPool(4)
         self.ledger = Ledger()
         self.now = 0.0
         self.jobs: dict = {}
@@ -29,17 +44,28 @@ class DecodeMachine(RuleBasedStateMachine):
     # --- what may happen
 
     @rule(
+        prompt=st.sampled_from(PROMPTS),
         num_prompt=st.integers(1, 12),
         max_tokens=st.integers(1, 12),
         num_resumed=st.integers(0, 3),
         gateway=st.integers(0, 1),
+        salt=st.sampled_from(["", "", "", "a tenant"]),
+        priority=st.integers(0, 1),
     )
-    def arrive(self, num_prompt, max_tokens, num_resumed, gateway):
+    def arrive(self, prompt, num_prompt, max_tokens, num_resumed, gateway, salt, priority):
         request_id = f"r{len(self.jobs)}"
         resumed = [50] * min(num_resumed, max_tokens - 1)
         self.ledger.born(request_id, resumed)
         self.jobs[request_id] = self.world.add(
-            request_id, num_prompt, self.now, gateway=f"gw{gateway}", offered=False, max_tokens=max_tokens
+            request_id,
+            now=self.now,
+            gateway=f"gw{gateway}",
+            offered=False,
+            max_tokens=max_tokens,
+            resumed=resumed,
+            prompt=prompt[:num_prompt],
+            cache_salt=salt,
+            priority=priority,
         )
 
     @precondition(lambda self: self.receiving - self.offered)
@@ -61,14 +87,29 @@ class DecodeMachine(RuleBasedStateMachine):
         scheduler = self.world.scheduler
         rows = scheduler.schedule(self.now)
         assert len(rows) <= MAX_SEQS
+        assert sum(row.count for row in rows) <= MAX_TOKENS
+        assert len({row.request.key for row in rows}) == len(rows)
         for row in rows:
             assert row.request.state is RequestState.RUNNING
-            assert row.count == 1
-            assert row.samples
-            assert row.stop <= len(row.request.block_ids) * 4, "a token without a place for its KV"
-        scheduler.complete(rows, tokens[: len(rows)], self.now)
+            self.paper.write(row.request, row.start, row.stop)
+        self._check_progress(rows)
+        sampling = {row.request.key[0] for row in rows if row.samples}
+        sampled = [token if row.samples else None for row, token in zip(rows, tokens, strict=False)]
+        scheduler.complete(rows, sampled, self.now)
         said = {item.output.request_id for item in scheduler._outputs}
-        assert said >= {row.request.key[0] for row in rows}, "a step without a word"
+        assert said >= sampling, "a token without a word"
+
+    def _check_progress(self, rows) -> None:
+        """Whoever stands first among those that may run takes part, unless the rest of the pool is not to be had."""
+        scheduler = self.world.scheduler
+        able = [job for job in self.jobs.values() if job.state in (RequestState.RUNNING, RequestState.PREEMPTED)]
+        elsewhere = [job for job in self.jobs.values() if job.state in (RequestState.RECEIVING, RequestState.CLOSING)]
+        if able and not elsewhere:
+            first = min(able, key=scheduler._place)
+            running = [job for job in able if job.state is RequestState.RUNNING]
+            assert rows, f"nothing runs, although {first.key} could"
+            if first in running:
+                assert first in [row.request for row in rows], f"{first.key} is first, and sits out"
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data())
@@ -108,7 +149,7 @@ class DecodeMachine(RuleBasedStateMachine):
             assert bool(job.block_ids) == (request_id in self.granted)
         for request_id in self.ledger.alive:
             assert self.world.scheduler.find((request_id, 0)) is self.jobs[request_id]
-        assert self.world.scheduler.num_waiting <= 3
+        assert len(self.world.scheduler._waiting) <= 3
         assert self.world.scheduler.num_running <= MAX_SEQS
 
     def _after_outputs(self) -> Ledger:
@@ -125,6 +166,7 @@ class DecodeMachine(RuleBasedStateMachine):
                 assert job.key[0] not in self.granted, "granted twice"
                 assert job.key[0] in self.offered, "room was kept for what prefill has not admitted"
                 self.granted.add(job.key[0])
+                self.paper.check(job, job.num_cached)
             case CloseReception(key):
                 assert key[0] not in self.closed, "closed twice"
                 self.closed.add(key[0])
@@ -133,6 +175,9 @@ class DecodeMachine(RuleBasedStateMachine):
         self.receiving.discard(request_id)
         was_alive = request_id in self.ledger.alive
         has_arrived = outcome is ReceptionOutcome.ARRIVED
+        job = self.jobs[request_id]
+        if has_arrived and request_id in self.granted:
+            self.paper.write(job, job.num_cached, job.num_prefill)
         self.world.ended(request_id, outcome, token_id if has_arrived else None, self.now)
         if was_alive and not has_arrived:
             assert self._after_outputs().ends[request_id] is EndReason.FAILED

@@ -10,16 +10,26 @@ from kvtransfer.outgoing import TransferOutcome
 from prefill.scheduler import OLDEST_SHARE, AbortTransfer, OpenTransfer, SendFirstToken
 from tests.lifecycle.ledger import Ledger
 from tests.lifecycle.makers import EOS, TARGET, Prefill
+from tests.lifecycle.paper_pool import PaperPool
 
 BUDGET, LEASE = 5, 4.0
+PROMPTS = [[10] * 18, [10] * 9 + [11] * 9, [12] * 18]
 
 
 class PrefillMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = Prefill(
-            num_blocks=6, block_size=4, max_num_batched_tokens=BUDGET, max_num_seqs=3, max_waiting=3, lease=LEASE
+            num_blocks=6,
+            block_size=4,
+            max_num_batched_tokens=BUDGET,
+            max_num_seqs=3,
+            max_waiting=3,
+            lease=LEASE,
+            share_prefixes=True,
+            by_priority=True,
         )
+        self.paper = PaperPool(4)
         self.ledger = Ledger()
         self.now = 0.0
         self.jobs: dict = {}
@@ -30,13 +40,15 @@ class PrefillMachine(RuleBasedStateMachine):
     # --- what may happen
 
     @rule(
+        prompt=st.sampled_from(PROMPTS),
         num_prompt=st.integers(1, 18),
         has_target=st.booleans(),
         max_tokens=st.integers(1, 3),
         num_resumed=st.integers(0, 2),
         gateway=st.integers(0, 1),
+        priority=st.integers(0, 1),
     )
-    def arrive(self, num_prompt, has_target, max_tokens, num_resumed, gateway):
+    def arrive(self, prompt, num_prompt, has_target, max_tokens, num_resumed, gateway, priority):
         request_id = f"r{len(self.jobs)}"
         resumed = [50] * min(num_resumed, max_tokens - 1)
         self.ledger.born(request_id, resumed)
@@ -48,6 +60,8 @@ class PrefillMachine(RuleBasedStateMachine):
             gateway=f"gw{gateway}",
             max_tokens=max_tokens,
             resumed=resumed,
+            prompt=prompt[:num_prompt],
+            priority=priority,
         )
 
     @precondition(lambda self: self.ledger.alive)
@@ -61,7 +75,9 @@ class PrefillMachine(RuleBasedStateMachine):
         scheduler = self.world.scheduler
         rows = scheduler.schedule(self.now)
         assert sum(row.count for row in rows) <= BUDGET
-        assert all(row.request.state is RequestState.RUNNING for row in rows)
+        for row in rows:
+            assert row.request.state is RequestState.RUNNING
+            self.paper.write(row.request, row.start, row.stop)
         if rows:
             least = min(rows[0].request.num_uncomputed, max(1, BUDGET // OLDEST_SHARE))
             assert rows[0].count >= least, "the oldest starves"
@@ -113,9 +129,11 @@ class PrefillMachine(RuleBasedStateMachine):
         match command:
             case OpenTransfer(job):
                 assert job.key[0] not in self.open
+                self.paper.check(job, job.num_cached)
                 self.open.add(job.key[0])
             case SendFirstToken(key, token_id):
                 assert key[0] in self.open
+                self.paper.check(self.jobs[key[0]], self.jobs[key[0]].num_prefill)
                 assert self.jobs[key[0]].output_token_ids == [*self.jobs[key[0]].spec.output_token_ids, token_id]
                 self.token_sent.add(key[0])
             case AbortTransfer(key):

@@ -7,6 +7,7 @@ import torch
 
 from engine.block_pool import BlockPool
 from engine.kv_cache import KvCache
+from engine.request_book import QueueRules
 from kernels.reference import ReferenceKernels
 from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
 from kvtransfer.messages import Cancel, DecodeRequest, EndReason, KvLayout, Load, PrefillRequest
@@ -55,12 +56,13 @@ def scheduler_of(engine, **limits) -> PrefillScheduler:
     defaults = {
         "max_num_batched_tokens": 8,
         "max_num_seqs": 4,
-        "max_waiting": 8,
         "max_model_len": 32,
         "lease": 10.0,
         "queue_timeout": 100.0,
     }
-    return PrefillScheduler(engine.pool, PrefillLimits(**(defaults | limits)), frozenset({1}))
+    return PrefillScheduler(
+        engine.pool, QueueRules(max_waiting=8), PrefillLimits(**(defaults | limits)), frozenset({1})
+    )
 
 
 @pytest.fixture

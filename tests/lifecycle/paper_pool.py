@@ -1,0 +1,24 @@
+"""A KV pool on paper: each slot holds the tokens that its KV was computed from, so that a wrong or stale one shows."""
+
+
+class PaperPool:
+    """The KV of a token is the tuple of all tokens up to it."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def write(self, job, start: int, stop: int) -> None:
+        """Computes, or takes over, the tokens [start, stop) of `job`; all before them must be right."""
+        self.check(job, start)
+        for token in range(start, stop):
+            self._slots[self._slot(job, token)] = tuple(job.token_slice(0, token + 1))
+
+    def check(self, job, stop: int) -> None:
+        """The tokens [0, stop) of `job` are what its blocks hold."""
+        for token in range(stop):
+            found = self._slots.get(self._slot(job, token))
+            assert found == tuple(job.token_slice(0, token + 1)), f"{job.key}: token {token} has the KV of {found}"
+
+    def _slot(self, job, token: int) -> tuple[int, int]:
+        return job.block_ids[token // self._block_size], token % self._block_size
