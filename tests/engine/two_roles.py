@@ -1,11 +1,14 @@
 """Prefill and decode in one process, each a real scheduler around a runner and a pool of its own. No sockets."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from decode.scheduler import DecodeJob, DecodeLimits, DecodeScheduler
 from engine.assembly import Engine, assemble
+from engine.block_pool import BlockPool
 from engine.config import EngineConfig
+from engine.request import RequestState
 from engine.request_book import QueueRules
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.messages import DecodeTarget, EndReason, RequestSpec
@@ -22,6 +25,15 @@ class Generated:
 
     token_ids: list[int]
     reason: EndReason
+
+
+@dataclass(frozen=True)
+class Together:
+    """Output tokens of requests that ran together, and what it took."""
+
+    token_ids: list[list[int]]
+    num_preemptions: int
+    num_cached: int
 
 
 class TwoRoles:
@@ -73,10 +85,42 @@ class TwoRoles:
             decode.complete(rows, self._decode.runner.step(rows), 0.0)
         return [item.output for item in decode.take_outputs()]
 
-    def _copy_kv(self, source: PrefillJob, target: DecodeJob) -> None:
+    def run_together(self, specs: Sequence[RequestSpec], num_blocks: int, *, share_prefixes: bool = True) -> Together:
+        """All of `specs` at once over a decode pool of `num_blocks`; three at most, each as soon as there is room."""
+        limits = DecodeLimits(CHUNK_TOKENS, 3, self._decode.max_model_len, LEASE_S, LEASE_S)
+        pool = BlockPool(num_blocks, self._decode.pool.block_size)
+        decode = DecodeScheduler(pool, QueueRules(len(specs), share_prefixes), limits, self._eos)
+        jobs = [DecodeJob(spec=spec, gateway="test", peer=("prefill-0", "g1")) for spec in specs]
+        for job in jobs:
+            decode.add(job, 0.0)
+            decode.offered(KvOffered(job.key), 0.0)
+        while len(decode):
+            for job in [job for job in jobs if job.state is RequestState.RECEIVING]:
+                self._arrive(decode, job)
+            if rows := decode.schedule(0.0):
+                decode.complete(rows, self._decode.runner.step(rows), 0.0)
+            pool.check_integrity(decode.held_blocks())
+        load = decode.load()
+        return Together([job.output_token_ids for job in jobs], load.num_preemptions, load.prefix_hits)
+
+    def _arrive(self, decode: DecodeScheduler, job: DecodeJob) -> None:
+        """Computes the job's prompt on the prefill engine, alone, and hands it over."""
+        limits = PrefillLimits(CHUNK_TOKENS, 1, self._prefill.max_model_len, LEASE_S, LEASE_S)
+        prefill = PrefillScheduler(self._prefill.pool, QueueRules(1, share_prefixes=False), limits, self._eos)
+        source = PrefillJob(spec=job.spec, gateway="test", target=DecodeTarget("decode-0", "g1", "tcp://127.0.0.1:9"))
+        prefill.add(source, 0.0)
+        self._run_to_its_first_token(prefill)
+        self._copy_kv(source, job, job.num_cached)
+        prefill.transfer_ended(TransferEnded(source.key, TransferOutcome.DONE), 0.0)
+        first = source.output_token_ids[-1]
+        decode.reception_ended(ReceptionEnded(job.key, ReceptionOutcome.ARRIVED, first), 0.0)
+
+    def _copy_kv(self, source: PrefillJob, target: DecodeJob, start: int = 0) -> None:
+        if start == target.num_prefill:
+            return
         for layer in range(self._prefill.layout.num_layers):
-            key, value = self._prefill.kv_cache.gather(layer, source.block_ids, 0, source.num_prefill)
-            self._decode.kv_cache.splice(layer, target.block_ids, 0, target.num_prefill, key, value)
+            key, value = self._prefill.kv_cache.gather(layer, source.block_ids, start, source.num_prefill)
+            self._decode.kv_cache.splice(layer, target.block_ids, start, target.num_prefill, key, value)
 
 
 def _engine(model: Path, block_size: int) -> Engine:
