@@ -45,7 +45,7 @@ def build(config: DecodeConfig, engine: Engine, listener: KvListener) -> Worker:
     kv_endpoint = endpoint(config.kv_dial_host, endpoint_port(listener.endpoint))
     hello = introduce(config, Role.DECODE, engine, kv_endpoint)
     limits = DecodeLimits(
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_prefill_tokens=config.max_num_prefill_tokens,
         max_num_seqs=config.max_num_seqs,
         max_model_len=engine.max_model_len,
         lease=config.room_wait_s,

@@ -28,6 +28,14 @@ class DecodeConfig(EngineConfig):
         16, "KV of one request that may be on its way at once, in MiB.", group="network", ge=1, le=4096
     )
 
+    max_num_prefill_tokens: int = setting(
+        256,
+        "Prompt tokens in one step that this worker computes itself, beside the running requests: for those that had "
+        "lost their blocks. Smaller keeps the others' tokens coming evenly.",
+        group="batching and memory",
+        ge=1,
+        le=1 << 20,
+    )
     enforce_eager: bool = setting(
         False,
         "On a GPU: launch each kernel of a decode step by itself instead of replaying CUDA graphs.",
@@ -38,13 +46,13 @@ class DecodeConfig(EngineConfig):
         super().__post_init__()
         check_private_bind("--kv-host", self.kv_host, self.insecure)
         check_host("--kv-advertise-host", self.kv_dial_host)
-        if self.max_num_batched_tokens <= self.max_num_seqs:
-            raise SettingsError(
-                "--max-num-batched-tokens must be more than --max-num-seqs: a step has one token for each request, and "
-                "needs room for prompts that are computed again after they had lost their blocks"
-            )
         if is_wildcard(self.kv_dial_host):
             raise SettingsError(f"--kv-advertise-host is needed: prefill workers cannot dial {self.kv_dial_host}")
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Most tokens in one step."""
+        return self.max_num_seqs + self.max_num_prefill_tokens
 
     @property
     def room_wait_s(self) -> float:

@@ -15,7 +15,7 @@ The life of a request here:
    computed here, in chunks beside the other requests' tokens:
 
     |<- one token of each that has its KV ->|<- chunks of those that were preempted, in order ->|
-    0                                                                         max_num_batched_tokens
+                                            |<--------- max_num_prefill_tokens at most -------->|
 
 The first in the order never gives blocks away, so it always gets on, and then the next one is the first. One that
 needs a block and has nobody behind it keeps its own and sits steps out: whoever has the rest is done some day.
@@ -41,10 +41,10 @@ from kvtransfer.messages import EndReason, LifetimeEvent, Load, RequestEnd, Requ
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """Tokens a step, requests that hold blocks at once, tokens a request; seconds to wait for room (`lease`), and for
-    prefill's offer."""
+    """Tokens a step that are computed again, requests that hold blocks at once, tokens a request; seconds to wait for
+    room (`lease`), and for prefill's offer."""
 
-    max_num_batched_tokens: int
+    max_num_prefill_tokens: int
     max_num_seqs: int
     max_model_len: int
     lease: float
@@ -152,10 +152,9 @@ class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
     # --- the step
 
     def schedule(self, now: float) -> list[ScheduledRow]:
-        """The next step's rows, at most `max_num_batched_tokens` tokens in all; empty if there is nothing to do."""
+        """The next step's rows; empty if there is nothing to do."""
         self._readmit()
-        rows = self._token_rows()
-        rows += self._chunk_rows(self._limits.max_num_batched_tokens - len(rows))
+        rows = [*self._token_rows(), *self._chunk_rows()]
         for row in rows:
             row.request.record(LifetimeEvent.RUNNING, now)
         return rows
@@ -168,9 +167,9 @@ class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
                 rows.append(ScheduledRow(request, request.num_computed, 1))
         return rows
 
-    def _chunk_rows(self, budget: int) -> list[ScheduledRow]:
-        """What `budget` tokens can compute of the requests that are computed again; they have all blocks they need."""
-        rows = []
+    def _chunk_rows(self) -> list[ScheduledRow]:
+        """A bounded number of tokens of requests that are computed again; they have all blocks they need."""
+        rows, budget = [], self._limits.max_num_prefill_tokens
         for request in self._running:
             count = min(request.num_uncomputed, budget)
             if request.num_uncomputed > 1 and count > 0:

@@ -47,13 +47,6 @@ class EngineConfig(Settings):
     cpu_threads: int | None = setting(
         None, "Threads for computing on a CPU.", group="device", ge=1, le=1024, default_text="all cores"
     )
-    max_num_batched_tokens: int = setting(
-        512,
-        "Most tokens in one step: more is more throughput, fewer let short prompts pass long ones sooner.",
-        group="batching and memory",
-        ge=1,
-        le=1 << 20,
-    )
     max_num_seqs: int = setting(64, "Most requests in one batch.", group="batching and memory", ge=1, le=65536)
     max_waiting: int = setting(
         256, "Most requests that wait for room; more are turned away.", group="batching and memory", ge=1, le=1 << 20

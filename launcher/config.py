@@ -121,6 +121,15 @@ class ServeConfig(Settings):
         64, "Most requests in one batch of a worker.", group="batching and memory", ge=1, le=65536
     )
     block_size: int = setting(16, "Tokens in one block of a KV pool.", group="batching and memory", ge=1, le=1024)
+    enable_prefix_caching: bool = setting(
+        True, "Keep the KV of prompts for later ones that begin alike.", group="batching and memory"
+    )
+    scheduling_policy: str = setting(
+        "fcfs",
+        "Who comes first: fcfs goes by arrival, priority by the requests' priority and then by arrival.",
+        group="batching and memory",
+        choices=("fcfs", "priority"),
+    )
     gpu_memory_utilization: float = setting(
         0.9,
         "On a GPU: share of its memory for weights, activations and KV pool.",

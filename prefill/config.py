@@ -3,8 +3,17 @@
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
+from kvtransfer.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(EngineConfig):
     """An engine that turns prompts into KV, a chunk at a time."""
+
+    max_num_batched_tokens: int = setting(
+        512,
+        "Prompt tokens in one step: larger is more throughput, smaller lets short prompts pass long ones sooner.",
+        group="batching and memory",
+        ge=1,
+        le=1 << 20,
+    )

@@ -66,7 +66,7 @@ class Decode:
 
     def __init__(self, num_blocks=16, block_size=4, **limits) -> None:
         defaults = {
-            "max_num_batched_tokens": 8,
+            "max_num_prefill_tokens": 8,
             "max_num_seqs": 4,
             "max_model_len": 64,
             "lease": 10.0,

@@ -25,7 +25,7 @@ class DecodeMachine(RuleBasedStateMachine):
         self.world = Decode(
             num_blocks=6,
             block_size=4,
-            max_num_batched_tokens=MAX_TOKENS,
+            max_num_prefill_tokens=MAX_TOKENS,
             max_num_seqs=MAX_SEQS,
             max_waiting=3,
             lease=LEASE,
@@ -87,7 +87,7 @@ class DecodeMachine(RuleBasedStateMachine):
         scheduler = self.world.scheduler
         rows = scheduler.schedule(self.now)
         assert len(rows) <= MAX_SEQS
-        assert sum(row.count for row in rows) <= MAX_TOKENS
+        assert sum(row.count for row in rows) <= MAX_TOKENS + MAX_SEQS
         assert len({row.request.key for row in rows}) == len(rows)
         for row in rows:
             assert row.request.state is RequestState.RUNNING

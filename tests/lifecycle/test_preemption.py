@@ -75,7 +75,7 @@ def test_the_last_one_sits_out_rather_than_lose_its_own_blocks_to_itself():
 
 
 def test_what_was_preempted_is_computed_again_in_chunks_beside_the_others():
-    world = Decode(num_blocks=8, block_size=4, max_num_batched_tokens=4, max_num_seqs=3)
+    world = Decode(num_blocks=8, block_size=4, max_num_prefill_tokens=3, max_num_seqs=3)
     a, b, c = running(world, "a", "b", "c", num_prompt=8, max_tokens=12)
     while c.state is RequestState.RUNNING:
         world.step()
