@@ -10,33 +10,27 @@ The life of a request here:
 4. `reception_ended`: the KV is in the pool and the first token known; it takes part in the next step (RUNNING).
 5. Each step gives each running request one token, until a stop rule ends it (ENDED). It takes a block only when it
    needs one.
-6. When no block is free, the request that stands last in the order gives its blocks to the one that needs one
-   (PREEMPTED). As soon as there is room it comes back, before all that is new, and what the pool has lost of its KV is
-   computed here, in chunks beside the other requests' tokens:
+6. When no block is free, another one may lose its own (PREEMPTED), and what it loses is computed here: see
+   `engine/growing_book.py`.
 
-    |<- one token of each that has its KV ->|<- chunks of those that were preempted, in order ->|
-                                            |<--------- max_num_prefill_tokens at most -------->|
-
-The first in the order never gives blocks away, so it always gets on, and then the next one is the first. One that
-needs a block and has nobody behind it keeps its own and sits steps out: whoever has the rest is done some day.
+A request without a prefill worker skips 2 to 4: it is admitted in the same order, and its prompt is computed here like
+that of one that was preempted.
 
 Room is kept for none that prefill has not admitted: with both pools nearly full, each side could wait for what the
 other keeps for somebody else.
 """
 
-import bisect
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from msgspec import structs
-
 from engine.block_pool import BlockPool
+from engine.growing_book import GrowingBook
 from engine.request import Outgoing, Request, RequestState, ScheduledRow
-from engine.request_book import QueueRules, RequestBook, fits_beside
+from engine.request_book import QueueRules
 from engine.stopping import finish_reason
 from kvtransfer.incoming import KvOffered, PeerId, ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import EndReason, LifetimeEvent, Load, RequestEnd, RequestKey, RequestOutput
+from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput
 
 
 @dataclass(frozen=True)
@@ -53,9 +47,10 @@ class DecodeLimits:
 
 @dataclass(eq=False, kw_only=True)
 class DecodeJob(Request):
-    """A request with where its KV comes from. `num_reported`: output tokens that the gateway was told of."""
+    """A request with where its KV comes from (None: computed here). `num_reported`: output tokens that the gateway was
+    told of."""
 
-    peer: PeerId
+    peer: PeerId | None
     num_reported: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +83,7 @@ class CloseReception:
 ReceptionCommand = ExpectOffer | GrantKv | CloseReception
 
 
-class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
+class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
     """Owns all requests of a decode worker. What it decides is drained by `take_outputs` and `take_commands`."""
 
     def __init__(
@@ -97,15 +92,6 @@ class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
         super().__init__(pool, rules)
         self._limits = limits
         self._eos_token_ids = eos_token_ids
-        self._preempted: list[DecodeJob] = []  # in the order of their places
-        self._num_preemptions = 0
-
-    @property
-    def num_waiting(self) -> int:
-        return super().num_waiting + len(self._preempted)
-
-    def load(self) -> Load:
-        return structs.replace(super().load(), num_preemptions=self._num_preemptions)
 
     def offered(self, event: KvOffered, now: float) -> None:
         """Prefill holds blocks for the request; said once."""
@@ -140,13 +126,17 @@ class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
                 self._expire_without_room(request, now)
 
     def _expire_unoffered(self, request: DecodeJob, now: float) -> None:
+        if request.peer is None:
+            self._expire_without_room(request, now)
+            return
         limit = self._limits.offer_timeout
         if now - request.events[LifetimeEvent.RECEIVED] > limit:
             self._end(request, EndReason.FAILED, now, f"the prefill worker has not offered the KV for {limit:g} s")
 
     def _expire_without_room(self, request: DecodeJob, now: float) -> None:
         limit = self._limits.lease
-        if now - request.events[LifetimeEvent.OFFERED] > limit:
+        since = request.events[LifetimeEvent.RECEIVED if request.peer is None else LifetimeEvent.OFFERED]
+        if now - since > limit:
             self._end(request, EndReason.OVERLOADED, now, f"no room in the KV pool for {limit:g} s")
 
     # --- the step
@@ -154,27 +144,9 @@ class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
     def schedule(self, now: float) -> list[ScheduledRow]:
         """The next step's rows; empty if there is nothing to do."""
         self._readmit()
-        rows = [*self._token_rows(), *self._chunk_rows()]
+        rows = [*self._token_rows(), *self._chunk_rows(self._limits.max_num_prefill_tokens)]
         for row in rows:
             row.request.record(LifetimeEvent.RUNNING, now)
-        return rows
-
-    def _token_rows(self) -> list[ScheduledRow]:
-        """One token of each request that has the KV of all others, and a block for this one."""
-        rows = []
-        for request in list(self._running):
-            if request.state is RequestState.RUNNING and request.num_uncomputed == 1 and self._grow(request):
-                rows.append(ScheduledRow(request, request.num_computed, 1))
-        return rows
-
-    def _chunk_rows(self) -> list[ScheduledRow]:
-        """A bounded number of tokens of requests that are computed again; they have all blocks they need."""
-        rows, budget = [], self._limits.max_num_prefill_tokens
-        for request in self._running:
-            count = min(request.num_uncomputed, budget)
-            if request.num_uncomputed > 1 and count > 0:
-                rows.append(ScheduledRow(request, request.num_computed, count))
-                budget -= count
         return rows
 
     def complete(self, rows: Sequence[ScheduledRow], sampled: Sequence[int | None], now: float) -> None:
@@ -197,63 +169,41 @@ class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
 
     def _append(self, request: DecodeJob, token_id: int, now: float) -> None:
         request.output_token_ids.append(token_id)
+        if request.peer is None:
+            request.record(LifetimeEvent.FIRST_TOKEN, now)
         reason = finish_reason(request, self._eos_token_ids, self._limits.max_model_len)
         if reason is not None:
             self._end(request, reason, now)
 
     def _reserve(self, now: float) -> None:
-        for request in [request for request in self._waiting if request.state is RequestState.OFFERED]:
-            num_running, cached = self.num_running, self._cached_blocks(request, request.num_prefill)
-            if self._preempted or num_running >= self._limits.max_num_seqs:
+        """Room for those that may have it now, in order; who does not fit holds up all behind it."""
+        for request in [request for request in self._waiting if _may_have_room(request)]:
+            if self._preempted or self.num_running >= self._limits.max_num_seqs or not self._admit(request):
                 return
-            if not fits_beside(self._pool, request.num_prefill, cached, num_running):
-                return
-            self._waiting.remove(request)
-            self._take_blocks(request, request.num_prefill, cached)
-            request.move(RequestState.RECEIVING)
             request.record(LifetimeEvent.RESERVED, now)
-            self._commands.append(GrantKv(request))
+            if request.peer is None:
+                self._run(request)
+            else:
+                request.move(RequestState.RECEIVING)
+                self._commands.append(GrantKv(request))
             self._say(request, None)
 
-    # --- blocks run dry
-
-    def _grow(self, request: DecodeJob) -> bool:
-        """Whether the request has a block for its next token now; one behind it in the order may have lost its own."""
-        if request.num_tokens <= len(request.block_ids) * self._pool.block_size:
-            return True
-        while self._pool.num_free == 0:
-            if self._running[-1] is request:
-                return False
-            self._preempt(self._running[-1])
-        request.block_ids += self._pool.allocate(1, owner=request.key)
+    def _admit(self, request: DecodeJob) -> bool:
+        """Gives a waiting request its blocks, if they are to be had. What computes here computes one token at least."""
+        num_tokens = request.num_prefill
+        cached = self._cached_blocks(request, num_tokens - 1 if request.peer is None else num_tokens)
+        if not self._fits(num_tokens, cached):
+            return False
+        self._waiting.remove(request)
+        self._take_blocks(request, num_tokens, cached)
         return True
-
-    def _preempt(self, request: DecodeJob) -> None:
-        self._running.remove(request)
-        self._give_back(request)
-        request.num_computed = 0
-        request.move(RequestState.PREEMPTED)
-        bisect.insort(self._preempted, request, key=self._place)
-        self._num_preemptions += 1
-
-    def _readmit(self) -> None:
-        while self._preempted:
-            request = self._preempted[0]
-            cached = self._cached_blocks(request, request.num_tokens - 1)
-            if not fits_beside(self._pool, request.num_tokens, cached, self.num_running):
-                return
-            self._preempted.pop(0)
-            self._take_blocks(request, request.num_tokens, cached)
-            self._run(request)
-
-    def _unlist(self, request: DecodeJob) -> None:
-        if request.state is RequestState.PREEMPTED:
-            self._preempted.remove(request)
-        super()._unlist(request)
 
     # --- queue, end, word
 
     def _queued(self, request: DecodeJob, now: float) -> None:
+        if request.peer is None:
+            self._reserve(now)
+            return
         request.lent = True
         self._commands.append(ExpectOffer(request))
 
@@ -271,12 +221,19 @@ class DecodeScheduler(RequestBook[DecodeJob, ReceptionCommand]):
     def _say(self, request: DecodeJob, end: RequestEnd | None) -> None:
         """Tells the gateway what is new. The first token is said again: prefill's word may have been lost with it."""
         start, request.num_reported = request.num_reported, len(request.output_token_ids)
+        token_ids = tuple(request.output_token_ids[start:])
         output = RequestOutput(
             request_id=request.spec.request_id,
             attempt=request.spec.attempt,
             start=start,
-            token_ids=tuple(request.output_token_ids[start:]),
+            token_ids=token_ids,
             end=end,
-            events=request.readings() if end is not None or request.state is RequestState.RECEIVING else {},
+            num_cached=request.num_cached if request.peer is None else 0,
+            events=request.readings() if end is not None or not token_ids else {},
         )
         self._outputs.append(Outgoing(request.gateway, output))
+
+
+def _may_have_room(request: DecodeJob) -> bool:
+    """Whether it waits for nothing but room."""
+    return request.state is RequestState.OFFERED or (request.peer is None and request.state is RequestState.WAITING)

@@ -78,7 +78,8 @@ class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
             logger.error("gateway %s sent a %s to a decode worker", gateway, type(message).__name__)
             return
         if self._can_serve(gateway, message.request):
-            peer = (message.prefill_worker, message.prefill_generation)
+            source = message.source
+            peer = None if source is None else (source.worker_id, source.generation)
             self._scheduler.add(DecodeJob(spec=message.request, gateway=gateway, peer=peer), now)
 
     def on_transfer(self, event: TransferEvent, now: float) -> None:
@@ -96,6 +97,7 @@ class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
     def _carry_out(self, command: ReceptionCommand) -> None:
         match command:
             case ExpectOffer(job):
+                assert job.peer is not None, job.key
                 self._receiver.expect(job.key, job.peer, job.num_prefill)
             case GrantKv(job):
                 self._receiver.grant(job.key, first_token=job.num_cached)

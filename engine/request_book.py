@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from engine.block_pool import BlockPool, blocks_for
+from engine.block_pool import BlockPool
 from engine.prefix_hash import BlockNames
 from engine.request import Outgoing, Request, RequestState, ScheduledRow
 from kvtransfer.messages import MAX_TEXT_CHARS, EndReason, LifetimeEvent, Load, RequestEnd, RequestKey
@@ -237,10 +237,3 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
         request.move(RequestState.ENDED)
         self._names.pop(request.key, None)
         del self._requests[request.key]
-
-
-def fits_beside(pool: BlockPool, num_tokens: int, cached: Sequence[int], num_running: int) -> bool:
-    """Whether `num_tokens` fit with one block to spare for each of `num_running` others: they grow, and who comes in
-    without that is the first to lose its blocks to them. Alone, all of the pool will do."""
-    spare = num_running * pool.block_size
-    return pool.can_fit(blocks_for(num_tokens, pool.block_size) * pool.block_size + spare, shared=cached)

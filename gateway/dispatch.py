@@ -41,6 +41,7 @@ from kvtransfer.messages import (
     DecodeTarget,
     GatewayToWorker,
     PrefillRequest,
+    PrefillSource,
     Refused,
     RequestSpec,
     Role,
@@ -277,4 +278,6 @@ def _requests(spec: RequestSpec, route: Route) -> tuple[PrefillRequest, DecodeRe
     kv_endpoint = route.decode.hello.kv_endpoint
     assert kv_endpoint is not None, f"decode worker {route.decode.worker_id} was let in without a KV endpoint"
     target = DecodeTarget(route.decode.worker_id, route.decode.generation, kv_endpoint)
-    return PrefillRequest(spec, target), DecodeRequest(spec, route.prefill.worker_id, route.prefill.generation)
+    return PrefillRequest(spec, target), DecodeRequest(
+        spec, PrefillSource(route.prefill.worker_id, route.prefill.generation)
+    )

@@ -226,8 +226,8 @@ class RequestOutput(Part, frozen=True):
     start: Count
     token_ids: TokenIds = ()
     end: RequestEnd | None = None
-    num_cached: Count = 0
     events: dict[LifetimeEvent, Seconds] = {}
+    num_cached: Count = 0
 
 
 # --- worker -> gateway -----------------------------------------------------------------------------
@@ -315,6 +315,13 @@ class DecodeTarget(Part, frozen=True):
     kv_endpoint: Endpoint
 
 
+class PrefillSource(Part, frozen=True):
+    """Which start of which prefill worker a decode worker takes KV from."""
+
+    worker_id: Name
+    generation: Name
+
+
 class PrefillRequest(Message, frozen=True):
     """Compute the prompt, with the output so far, and one more token. Without a `target` the request
     ends with that token. `sequence`: 0 until it is sent."""
@@ -325,11 +332,11 @@ class PrefillRequest(Message, frozen=True):
 
 
 class DecodeRequest(Message, frozen=True):
-    """Reserve room, take the KV from `prefill_worker`, and go on from the first new token. `sequence` as above."""
+    """Reserve room, take the KV from `source`, and go on from the first new token; without a `source`, compute the
+    prompt here. `sequence` as above."""
 
     request: RequestSpec
-    prefill_worker: Name
-    prefill_generation: Name
+    source: PrefillSource | None
     sequence: Count = 0
 
 

@@ -41,6 +41,7 @@ PURE_FILES = (
     "engine/block_pool.py",
     "engine/prefix_hash.py",
     "engine/request.py",
+    "engine/growing_book.py",
     "engine/request_book.py",
     "kvtransfer/complaints.py",
     "kvtransfer/gateway_link.py",

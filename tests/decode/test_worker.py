@@ -14,7 +14,7 @@ from engine.request_book import QueueRules
 from kernels.reference import ReferenceKernels
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import Cancel, DecodeRequest, EndReason, KvHeader, KvLayout, PrefillRequest
+from kvtransfer.messages import Cancel, DecodeRequest, EndReason, KvHeader, KvLayout, PrefillRequest, PrefillSource
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 from tests.kvtransfer.samples import FINGERPRINT, spec
 
@@ -126,7 +126,7 @@ def test_splicing_for_a_freed_request_is_our_own_bug():
 
 
 def test_a_request_from_reservation_to_its_end(role):
-    role.add("gw", DecodeRequest(spec("r", 6, max_tokens=3), *PEER), 0.0)
+    role.add("gw", DecodeRequest(spec("r", 6, max_tokens=3), PrefillSource(*PEER)), 0.0)
     assert outputs_of(role) == []
     assert calls_of(role) == [("expect", KEY, PEER, 6)]
     role.on_transfer(KvOffered(KEY), 0.5)
@@ -144,7 +144,7 @@ def test_a_request_from_reservation_to_its_end(role):
 
 
 def test_a_resumed_request_expects_the_kv_of_its_output_too(role):
-    role.add("gw", DecodeRequest(spec("r", 6, max_tokens=5, resumed=[20, 21]), *PEER), 0.0)
+    role.add("gw", DecodeRequest(spec("r", 6, max_tokens=5, resumed=[20, 21]), PrefillSource(*PEER)), 0.0)
     role.flush()
     assert calls_of(role) == [("expect", KEY, PEER, 8)]
     role.on_transfer(KvOffered(KEY), 0.5)
@@ -156,7 +156,7 @@ def test_a_resumed_request_expects_the_kv_of_its_output_too(role):
 
 
 def test_a_cancelled_request_is_closed_at_the_receiver(role):
-    role.add("gw", DecodeRequest(spec("r", 6), *PEER), 0.0)
+    role.add("gw", DecodeRequest(spec("r", 6), PrefillSource(*PEER)), 0.0)
     role.flush()
     role.cancel("another", Cancel("r", 0), 1.0)
     assert outputs_of(role) == []
@@ -170,7 +170,7 @@ def test_a_cancelled_request_is_closed_at_the_receiver(role):
 
 
 def test_what_can_never_fit_is_rejected(role):
-    role.add("gw", DecodeRequest(spec("r", 30, max_tokens=4), *PEER), 0.0)
+    role.add("gw", DecodeRequest(spec("r", 30, max_tokens=4), PrefillSource(*PEER)), 0.0)
     assert outputs_of(role) == [("gw", 0, (), EndReason.REJECTED)]
     assert calls_of(role) == []
     assert role.is_empty()

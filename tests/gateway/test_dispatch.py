@@ -28,6 +28,7 @@ from kvtransfer.messages import (
     Goodbye,
     LifetimeEvent,
     PrefillRequest,
+    PrefillSource,
     Refused,
     Reintroduce,
     RequestOutput,
@@ -73,7 +74,7 @@ async def test_both_workers_get_the_request_at_once():
         assert to_prefill.request.prompt_token_ids == (5, 6)
         assert (to_prefill.request.attempt, len(to_prefill.request.request_id)) == (0, 32)
         assert to_prefill.target == DecodeTarget("decode-0", "g1", "tcp://127.0.0.1:0")
-        assert (to_decode.prefill_worker, to_decode.prefill_generation) == ("prefill-0", "g1")
+        assert to_decode.source == PrefillSource("prefill-0", "g1")
         assert decode_from_gateway(encode(to_prefill)) == to_prefill
 
 

@@ -26,6 +26,7 @@ from kvtransfer.messages import (
     Limits,
     Load,
     PrefillRequest,
+    PrefillSource,
     Refused,
     Reintroduce,
     RequestEnd,
@@ -77,7 +78,7 @@ FROM_GATEWAY = (
     GatewayBeat("e", 7),
     PrefillRequest(SPEC, TARGET, 1),
     PrefillRequest(SPEC, None, 2),
-    DecodeRequest(SPEC, "prefill-0", "g1", 3),
+    DecodeRequest(SPEC, PrefillSource("prefill-0", "g1"), 3),
     Cancel("r", 1 << 16, 4),
 )
 FROM_PREFILL = (

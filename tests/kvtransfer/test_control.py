@@ -19,6 +19,7 @@ from kvtransfer.messages import (
     Hello,
     Load,
     PrefillRequest,
+    PrefillSource,
     Reintroduce,
     RequestOutput,
     StepOutput,
@@ -80,7 +81,7 @@ async def test_requests_reach_the_engine_in_order_with_their_gateway():
             PrefillRequest(spec("a"), TARGET),
             PrefillRequest(spec("b"), None),
             Cancel("a", 0),
-            DecodeRequest(spec("c"), "prefill-1", "g"),
+            DecodeRequest(spec("c"), PrefillSource("prefill-1", "g")),
         ]
         numbered = [gateway.say_next(message) for message in messages]
         assert [message.sequence for message in numbered] == [1, 2, 3, 4]

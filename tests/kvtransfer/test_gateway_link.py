@@ -3,7 +3,16 @@
 import pytest
 
 from kvtransfer.gateway_link import HELLO_INTERVAL_S, REFUSED_INTERVAL_S, GatewayLink, LinkState
-from kvtransfer.messages import Cancel, DecodeRequest, GatewayBeat, PrefillRequest, Refused, Reintroduce, Welcome
+from kvtransfer.messages import (
+    Cancel,
+    DecodeRequest,
+    GatewayBeat,
+    PrefillRequest,
+    PrefillSource,
+    Refused,
+    Reintroduce,
+    Welcome,
+)
 from tests.kvtransfer.samples import spec
 
 
@@ -22,7 +31,7 @@ def welcomed(num_taken: int = 0, introduction: int = 1) -> GatewayLink:
         GatewayBeat("e1", 2),
         Cancel("r", 0, 3),
         PrefillRequest(spec(), None, 3),
-        DecodeRequest(spec(), "prefill-0", "g1", 3),
+        DecodeRequest(spec(), PrefillSource("prefill-0", "g1"), 3),
         Welcome("e1", 1),
     ],
 )
@@ -41,7 +50,7 @@ def test_what_has_the_right_number_is_no_loss(message):
         (Cancel("r", 0, 2), "sent message 2 behind message 2"),
         (Cancel("r", 0), "sent message 0 behind message 2"),
         (PrefillRequest(spec(), None, 4), "sent message 4 behind message 2"),
-        (DecodeRequest(spec(), "prefill-0", "g1", 1), "sent message 1 behind message 2"),
+        (DecodeRequest(spec(), PrefillSource("prefill-0", "g1"), 1), "sent message 1 behind message 2"),
         (Reintroduce("e1"), "does not know us"),
         (Refused("differs"), "refuses us from now on"),
     ],

@@ -76,10 +76,13 @@ class Decode:
         rules, limits = rules_and_limits(defaults | limits)
         self.scheduler = DecodeScheduler(self.pool, rules, DecodeLimits(**limits), frozenset({EOS}))
 
-    def add(self, request_id="r", num_prompt=4, now=0.0, gateway="gw", offered=True, **sampling) -> DecodeJob:
-        job = DecodeJob(spec=spec(request_id, num_prompt, **sampling), gateway=gateway, peer=PEER)
+    def add(
+        self, request_id="r", num_prompt=4, now=0.0, gateway="gw", offered=True, local=False, **sampling
+    ) -> DecodeJob:
+        peer = None if local else PEER
+        job = DecodeJob(spec=spec(request_id, num_prompt, **sampling), gateway=gateway, peer=peer)
         self.scheduler.add(job, now)
-        if offered:
+        if offered and not local:
             self.offer(request_id, now)
         return job
 

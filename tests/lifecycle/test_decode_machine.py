@@ -51,8 +51,9 @@ class DecodeMachine(RuleBasedStateMachine):
         gateway=st.integers(0, 1),
         salt=st.sampled_from(["", "", "", "a tenant"]),
         priority=st.integers(0, 1),
+        local=st.booleans(),
     )
-    def arrive(self, prompt, num_prompt, max_tokens, num_resumed, gateway, salt, priority):
+    def arrive(self, prompt, num_prompt, max_tokens, num_resumed, gateway, salt, priority, local):
         request_id = f"r{len(self.jobs)}"
         resumed = [50] * min(num_resumed, max_tokens - 1)
         self.ledger.born(request_id, resumed)
@@ -66,6 +67,7 @@ class DecodeMachine(RuleBasedStateMachine):
             prompt=prompt[:num_prompt],
             cache_salt=salt,
             priority=priority,
+            local=local,
         )
 
     @precondition(lambda self: self.receiving - self.offered)

@@ -10,7 +10,7 @@ from engine.kv_cache import KvCache
 from engine.request_book import QueueRules
 from kernels.reference import ReferenceKernels
 from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import Cancel, DecodeRequest, EndReason, KvLayout, Load, PrefillRequest
+from kvtransfer.messages import Cancel, DecodeRequest, EndReason, KvLayout, Load, PrefillRequest, PrefillSource
 from kvtransfer.outgoing import Piece, TransferEnded, TransferOutcome
 from prefill.scheduler import PrefillLimits, PrefillScheduler
 from prefill.worker import PoolSource, PrefillRole
@@ -163,7 +163,7 @@ def test_what_can_never_be_served_is_rejected_before_anything_is_taken(role, wro
 
 
 def test_a_request_for_the_other_role_is_logged_and_dropped(role, caplog):
-    role.add("gw", DecodeRequest(spec(), "prefill-0", "g1"), 0.0)
+    role.add("gw", DecodeRequest(spec(), PrefillSource("prefill-0", "g1")), 0.0)
     assert ends_of(role) == []
     assert "sent a DecodeRequest to a prefill worker" in caplog.text
 

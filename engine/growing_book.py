@@ -1,0 +1,102 @@
+"""Requests that take a block when they need one: who takes part in a step, and who gives its blocks when none is free.
+
+Knows no torch, socket or clock. A step:
+
+    |<- one token of each that has its KV ->|<- chunks of those that have not, in order ->|
+                                            |<----------- at most a given number -------->|
+
+When no block is free, the request that stands last in the order gives its own to the one that needs one (PREEMPTED). As
+soon as there is room it comes back, before all that is new, and what the pool has lost of its KV is computed again.
+
+The first in the order never gives blocks away, so it always gets on, and then the next one is the first. One that needs
+a block and has nobody behind it keeps its own and sits steps out: whoever has the rest is done some day.
+"""
+
+import bisect
+
+from msgspec import structs
+
+from engine.block_pool import BlockPool, blocks_for
+from engine.request import RequestState, ScheduledRow
+from engine.request_book import Command, Job, QueueRules, RequestBook
+from kvtransfer.messages import Load
+
+
+class GrowingBook(RequestBook[Job, Command]):
+    """A RequestBook whose running requests grow, and lose their blocks to each other."""
+
+    def __init__(self, pool: BlockPool, rules: QueueRules) -> None:
+        super().__init__(pool, rules)
+        self._preempted: list[Job] = []  # in the order of their places
+        self._num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return super().num_waiting + len(self._preempted)
+
+    def load(self) -> Load:
+        return structs.replace(super().load(), num_preemptions=self._num_preemptions)
+
+    # --- rows
+
+    def _token_rows(self) -> list[ScheduledRow]:
+        """One token of each request that has the KV of all others, and a block for this one."""
+        rows = []
+        for request in list(self._running):
+            if request.state is RequestState.RUNNING and request.num_uncomputed == 1 and self._grow(request):
+                rows.append(ScheduledRow(request, request.num_computed, 1))
+        return rows
+
+    def _chunk_rows(self, budget: int) -> list[ScheduledRow]:
+        """`budget` tokens at most of requests whose KV is computed here; they have all blocks they need."""
+        rows = []
+        for request in self._running:
+            count = min(request.num_uncomputed, budget)
+            if request.num_uncomputed > 1 and count > 0:
+                rows.append(ScheduledRow(request, request.num_computed, count))
+                budget -= count
+        return rows
+
+    # --- blocks
+
+    def _fits(self, num_tokens: int, cached: list[int]) -> bool:
+        """Whether `num_tokens` fit with one block to spare for each that holds blocks: they grow, and who comes in
+        without that is the first to lose its own to them. Alone, all of the pool will do."""
+        size = self._pool.block_size
+        wanted = blocks_for(num_tokens, size) + self.num_running
+        return self._pool.can_fit(wanted * size, shared=cached)
+
+    def _grow(self, request: Job) -> bool:
+        """Whether the request has a block for its next token now; one behind it in the order may have lost its own."""
+        if request.num_tokens <= len(request.block_ids) * self._pool.block_size:
+            return True
+        while self._pool.num_free == 0:
+            if self._running[-1] is request:
+                return False
+            self._preempt(self._running[-1])
+        request.block_ids += self._pool.allocate(1, owner=request.key)
+        return True
+
+    def _preempt(self, request: Job) -> None:
+        self._running.remove(request)
+        self._give_back(request)
+        request.num_computed = 0
+        request.move(RequestState.PREEMPTED)
+        bisect.insort(self._preempted, request, key=self._place)
+        self._num_preemptions += 1
+
+    def _readmit(self) -> None:
+        """Lets those come back that there is room for, in order."""
+        while self._preempted:
+            request = self._preempted[0]
+            cached = self._cached_blocks(request, request.num_tokens - 1)
+            if not self._fits(request.num_tokens, cached):
+                return
+            self._preempted.pop(0)
+            self._take_blocks(request, request.num_tokens, cached)
+            self._run(request)
+
+    def _unlist(self, request: Job) -> None:
+        if request.state is RequestState.PREEMPTED:
+            self._preempted.remove(request)
+        super()._unlist(request)
