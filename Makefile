@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check kernels-aot bench-step venv fetch-model clean
+.PHONY: help serve test check kernels-aot bench-step bench-transfer venv fetch-model clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -29,6 +29,9 @@ kernels-aot: $(INSTALLED)  ## Compile the GPU kernels for four architectures and
 
 bench-step: $(INSTALLED) fetch-model  ## Time engine steps on this CPU against transformers and the machine's limits
 	$(VENV)/bin/python -m experiments.bench_step $(ARGS)
+
+bench-transfer: $(INSTALLED)  ## Time the KV transfer over loopback against bare sockets
+	$(VENV)/bin/python -m experiments.transfer_bench $(ARGS)
 
 venv: $(INSTALLED)  ## Make .venv with pinned dependencies
 
