@@ -9,6 +9,7 @@ Bytes in flight (shipped, not credited) never exceed the grant's window, except 
 flight: a window smaller than a token would stall the transfer.
 """
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -62,6 +63,8 @@ class OutgoingTransfer:
     first_token_sent: bool = False
     _ready: list[int] = field(default_factory=list)
     _shipped: list[int] = field(default_factory=list)
+    # Heap of (shipped, layer): every layer with something to ship, and entries that later shipments have outdated.
+    _waiting: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._ready = [0] * self.num_layers
@@ -74,6 +77,9 @@ class OutgoingTransfer:
         if self.first_token is None:
             self.first_token, self.window_bytes = first_token, window_bytes
             self._shipped = [first_token] * self.num_layers
+            self._waiting = [
+                (first_token, layer) for layer in range(self.num_layers) if self._ready[layer] > first_token
+            ]
 
     def credit(self, spliced_bytes: int) -> None:
         """The receiver has spliced so many bytes in all. Credits may be repeated or late, never ahead."""
@@ -84,7 +90,13 @@ class OutgoingTransfer:
     def mark_ready(self, layer: int, stop: int) -> None:
         """KV of tokens [0, stop) of `layer` is in the pool."""
         assert self._ready[layer] <= stop <= self.num_tokens, (self._ready[layer], stop, self.num_tokens)
+        was_waiting = self._is_waiting(layer)
         self._ready[layer] = stop
+        if self.first_token is not None and self._is_waiting(layer) and not was_waiting:
+            heapq.heappush(self._waiting, (self._shipped[layer], layer))
+
+    def _is_waiting(self, layer: int) -> bool:
+        return self._shipped[layer] < self._ready[layer]
 
     @property
     def in_flight_bytes(self) -> int:
@@ -96,17 +108,20 @@ class OutgoingTransfer:
 
     def next_piece(self) -> Piece | None:
         """The next thing to ship, the chunk that has waited longest first, or None while nothing may go."""
-        if self.first_token is None:
-            return None
-        layer = self._longest_waiting_layer()
-        if layer is None or self._tokens_allowed() == 0:
+        layer, allowed = self._longest_waiting_layer(), self._tokens_allowed()
+        if layer is None or allowed == 0:
             return None
         start = self._shipped[layer]
-        return Piece(layer, start, min(self._ready[layer], start + self._tokens_allowed()))
+        return Piece(layer, start, min(self._ready[layer], start + allowed))
 
     def _longest_waiting_layer(self) -> int | None:
-        waiting = [layer for layer in range(self.num_layers) if self._shipped[layer] < self._ready[layer]]
-        return min(waiting, key=lambda layer: (self._shipped[layer], layer), default=None)
+        """None before the grant too: until then nothing is in the heap."""
+        while self._waiting:
+            shipped, layer = self._waiting[0]
+            if shipped == self._shipped[layer]:
+                return layer
+            heapq.heappop(self._waiting)
+        return None
 
     def _tokens_allowed(self) -> int:
         room = (self.window_bytes - self.in_flight_bytes) // self.piece_bytes_per_token
@@ -118,6 +133,8 @@ class OutgoingTransfer:
         assert self._shipped[piece.layer] == piece.start, (self._shipped[piece.layer], piece)
         self._shipped[piece.layer] = piece.stop
         self.sent_bytes += (piece.stop - piece.start) * self.piece_bytes_per_token
+        if self._is_waiting(piece.layer):
+            heapq.heappush(self._waiting, (piece.stop, piece.layer))
 
 
 class OutgoingBook:

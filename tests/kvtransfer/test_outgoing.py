@@ -149,11 +149,17 @@ def test_any_interleaving_ships_every_token_of_every_layer_once(data):
     outgoing = transfer(num_tokens, num_layers, data.draw(st.integers(1, 5)))
     ready, shipped = [0] * num_layers, []
 
+    def longest_waiting() -> tuple[int, int]:
+        """The slow way: looks at every layer."""
+        sent = [first_token + sum(layer == index for layer, _ in shipped) for index in range(num_layers)]
+        return min((sent[layer], layer) for layer in range(num_layers) if sent[layer] < ready[layer])
+
     def check_and_ship() -> None:
         for _ in range(data.draw(st.integers(0, 4))):
             if (piece := outgoing.next_piece()) is None:
                 return
             assert piece.start < piece.stop <= ready[piece.layer]
+            assert (piece.start, piece.layer) == longest_waiting()
             outgoing.shipped(piece)
             assert outgoing.in_flight_bytes <= max(window, BYTES)
             shipped.extend((piece.layer, token) for token in range(piece.start, piece.stop))
