@@ -5,12 +5,14 @@ VENV := .venv
 INSTALLED := $(VENV)/.installed
 # Extra flags for `make serve` and `make test`, as in: make serve ARGS='--port 9000'
 ARGS ?=
+# The server that `make bench-mixed` measures.
+URL ?= http://127.0.0.1:8000
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check kernels-aot bench-step bench-transfer venv fetch-model clean
+.PHONY: help serve test check kernels-aot bench-step bench-mixed bench-transfer venv fetch-model clean
 
 help:  ## Show this list
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
 
 serve: $(INSTALLED)  ## Start everything on this machine; Ctrl-C stops it
 	@exec $(VENV)/bin/kvsplice serve $(ARGS)
@@ -29,6 +31,9 @@ kernels-aot: $(INSTALLED)  ## Compile the GPU kernels for four architectures and
 
 bench-step: $(INSTALLED) fetch-model  ## Time engine steps on this CPU against transformers and the machine's limits
 	$(VENV)/bin/python -m experiments.bench_step $(ARGS)
+
+bench-mixed: $(INSTALLED)  ## Time streams with and without long prompts: make bench-mixed URL=http://127.0.0.1:8000
+	$(VENV)/bin/python -m experiments.mixed_load --url $(URL) $(ARGS)
 
 bench-transfer: $(INSTALLED)  ## Time the KV transfer over loopback against bare sockets
 	$(VENV)/bin/python -m experiments.transfer_bench $(ARGS)

@@ -56,6 +56,10 @@ PURE_FILES = (
     "decode/scheduler.py",
     "gateway/cluster.py",
     "gateway/router.py",
+    "experiments/mixed_summary.py",
+    "experiments/mixed_tables.py",
+    "experiments/percentiles.py",
+    "experiments/stream_record.py",
     "experiments/transfer_report.py",
 )
 """Schedulers, allocators and state machines: time and messages come in as arguments."""
