@@ -54,7 +54,7 @@ async def _run(traffic: Traffic, options: argparse.Namespace) -> MixedResult:
         alone=summarise_streams(alone),
         mixed=summarise_streams(mixed),
         idle=summarise_long(idle, idle[0].sent_at, idle[-1].ended_at),
-        loaded=summarise_long(mixed.long_prompts, mixed.start, mixed.stop),
+        loaded=summarise_long(mixed.long_prompts, mixed.start, mixed.stop, 1 / options.long_every),
     )
 
 

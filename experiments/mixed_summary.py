@@ -58,7 +58,8 @@ class LongSummary:
     ttft: Spread | None
     prompt_tokens: tuple[int, ...]
     late: Spread | None  # sent behind the schedule
-    requests_per_second: float
+    sent_per_second: float
+    wanted_per_second: float | None  # by the schedule, if there is one
     ends: Ends
 
 
@@ -83,12 +84,15 @@ def summarise_streams(phase: PhaseRecords) -> StreamSummary:
     )
 
 
-def summarise_long(records: Sequence[StreamRecord], start: float, stop: float) -> LongSummary:
+def summarise_long(
+    records: Sequence[StreamRecord], start: float, stop: float, wanted_per_second: float | None = None
+) -> LongSummary:
     return LongSummary(
         ttft=spread_of(_ttfts(records, start, stop)),
         prompt_tokens=_lengths(records),
         late=spread_of([record.late_by for record in records]),
-        requests_per_second=len(records) / (stop - start),
+        sent_per_second=len(records) / (stop - start),
+        wanted_per_second=wanted_per_second,
         ends=_ends(records),
     )
 

@@ -46,7 +46,7 @@ def long_table(result: MixedResult) -> str:
     rows = [
         *_spread_rows("TTFT", idle.ttft, loaded.ttft, ("p50", "p90", "max")),
         *_spread_rows("sent late by", idle.late, loaded.late, ("max",)),
-        _row("prompts a second", idle.requests_per_second, loaded.requests_per_second, digits=3),
+        _texts("prompts sent a second / wanted", idle, loaded, _rate),
         _texts("prompt tokens", idle, loaded, lambda side: _lengths(side.prompt_tokens)),
         _texts("finished / cut / failed", idle, loaded, lambda side: _ends(side.ends)),
     ]
@@ -86,6 +86,11 @@ def _steadiness(drift: float | None) -> str:
     if drift is None:
         return "too few tokens to tell"
     return f"{'steady' if is_steady(drift) else 'not steady'} ({drift:.2f})"
+
+
+def _rate(side: LongSummary) -> str:
+    wanted = "one by one" if side.wanted_per_second is None else f"{side.wanted_per_second:.3f}"
+    return f"{side.sent_per_second:.3f} / {wanted}"
 
 
 def _lengths(lengths: Sequence[int]) -> str:

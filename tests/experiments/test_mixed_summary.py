@@ -65,11 +65,11 @@ def test_failures_are_counted_apart_and_named():
 
 def test_long_prompts_say_how_late_they_were_sent():
     records = [finished(6.1, 7.1, late_by=0.1, prompt=1500), finished(12.0, 14.0, prompt=1499)]
-    summary = summarise_long(records, 0.0, 20.0)
+    summary = summarise_long(records, 0.0, 20.0, wanted_per_second=0.2)
     assert summary.ttft.p50_ms == pytest.approx(1500.0)
     assert summary.late.max_ms == pytest.approx(100.0)
     assert summary.prompt_tokens == (1499, 1500)
-    assert summary.requests_per_second == 0.1
+    assert (summary.sent_per_second, summary.wanted_per_second) == (0.1, 0.2)
 
 
 def test_the_tables_show_both_sides_and_their_ratio():
@@ -77,7 +77,7 @@ def test_the_tables_show_both_sides_and_their_ratio():
     mixed = summarise_streams(phase(finished(0.0, 1.0, 1.2, 1.4)))
     idle = summarise_long([finished(0.0, 1.0, prompt=1500)], 0.0, 2.0)
     failed = StreamRecord(1.0, 1.1, Outcome.FAILED, failure="HTTP 503")
-    loaded = summarise_long([finished(0.0, 1.5, prompt=1500), finished(0.0, 1.5, prompt=1502), failed], 0.0, 2.0)
+    loaded = summarise_long([finished(0.0, 1.5, prompt=1500), finished(0.0, 1.5, prompt=1502), failed], 0.0, 2.0, 2.0)
     result = MixedResult(alone, mixed, idle, loaded)
     rows = {cells[1].strip(): [cell.strip() for cell in cells[2:5]] for cells in split(stream_table(result))}
     assert rows["ITL p50 ms"] == ["100.0", "200.0", "2.00"]
@@ -86,6 +86,7 @@ def test_the_tables_show_both_sides_and_their_ratio():
     rows = {cells[1].strip(): [cell.strip() for cell in cells[2:5]] for cells in split(long_table(result))}
     assert rows["TTFT p50 ms"] == ["1000.0", "1500.0", "1.50"]
     assert rows["prompt tokens"][:2] == ["1500", "1500 to 1502"]
+    assert rows["prompts sent a second / wanted"][:2] == ["0.500 / one by one", "1.500 / 2.000"]
     assert rows["finished / cut / failed"][:2] == ["1 / 0 / 0", "2 / 0 / 1"]
     assert failure_lines(result) == ["FAILED: HTTP 503 (1 times)"]
 
