@@ -64,6 +64,7 @@ class IncomingTransfer:
     credited_bytes: int = 0
     first_token_id: int | None = None
     _next: list[int] = field(default_factory=list)
+    _missing: int = 0  # tokens, over all layers; counts once granted
 
     def grant(self, first_token: int) -> None:
         """Blocks are reserved, and the tokens before `first_token` are in the pool."""
@@ -72,6 +73,7 @@ class IncomingTransfer:
         assert 0 <= first_token <= self.num_tokens, (first_token, self.num_tokens)
         self.first_token = first_token
         self._next = [first_token] * self.num_layers
+        self._missing = (self.num_tokens - first_token) * self.num_layers
 
     def check(self, header: KvHeader) -> None:
         """Raises ProtocolError unless `header` is what must come next for its layer."""
@@ -87,6 +89,7 @@ class IncomingTransfer:
     def spliced(self, header: KvHeader, num_bytes: int) -> None:
         """The tokens of `header`, `num_bytes` of K and V, are in the pool."""
         self._next[header.layer] = header.stop
+        self._missing -= header.stop - header.start
         self.spliced_bytes += num_bytes
 
     @property
@@ -95,7 +98,7 @@ class IncomingTransfer:
 
     @property
     def has_all_kv(self) -> bool:
-        return self.first_token is not None and all(token == self.num_tokens for token in self._next)
+        return self.first_token is not None and self._missing == 0
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from kvtransfer.errors import ProtocolError
 from kvtransfer.messages import RequestKey
@@ -36,9 +37,8 @@ class TransferEnded:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Tokens [start, stop) of one layer: what goes into one message."""
+class Piece(NamedTuple):
+    """Tokens [start, stop) of one layer: what goes into one message. One a message is made, so it has to be cheap."""
 
     layer: int
     start: int

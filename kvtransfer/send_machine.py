@@ -271,13 +271,23 @@ class SendMachine:
             peer = self._peer_of[transfer.key]
             if not transfer.offered:
                 transfer.offered = self._outlet.send(peer, KvOffer(*transfer.key, num_tokens=transfer.num_tokens))
-            while left and self._outlet.has_room(peer) and (piece := transfer.next_piece()):
-                self._ship_piece(peer, transfer, piece)
-                left -= 1
+            left -= self._ship_pieces(peer, transfer, left)
             self._ship_first_token(peer, transfer)
         return left == 0
 
-    def _ship_piece(self, peer: str, transfer: OutgoingTransfer, piece: Piece) -> None:
+    def _ship_pieces(self, peer: str, transfer: OutgoingTransfer, limit: int) -> int:
+        """Ships up to `limit` pieces, as long as the peer's queue takes them; returns how many."""
+        num_shipped = 0
+        while num_shipped < limit and (piece := transfer.next_piece()):
+            # Asked once: from then on a send that fails says it as well, at the price of one gather in vain.
+            if num_shipped == 0 and not self._outlet.has_room(peer):
+                break
+            if not self._ship_piece(peer, transfer, piece):
+                break
+            num_shipped += 1
+        return num_shipped
+
+    def _ship_piece(self, peer: str, transfer: OutgoingTransfer, piece: Piece) -> bool:
         layout = self._hello.layout
         header = KvHeader(
             *transfer.key,
@@ -288,8 +298,10 @@ class SendMachine:
             head_stop=layout.num_kv_heads,
             dtype=layout.dtype,
         )
-        if self._outlet.send(peer, header, self._source.gather(transfer.key, piece)):
-            transfer.shipped(piece)
+        if not self._outlet.send(peer, header, self._source.gather(transfer.key, piece)):
+            return False
+        transfer.shipped(piece)
+        return True
 
     def _ship_first_token(self, peer: str, transfer: OutgoingTransfer) -> None:
         if transfer.first_token_sent or transfer.first_token_id is None or not transfer.all_shipped:
