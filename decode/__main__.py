@@ -19,6 +19,7 @@ from kvtransfer.receive_machine import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.settings import parse
 from kvtransfer.signals import exit_on_signals
+from kvtransfer.steady_memory import settle_memory
 from kvtransfer.worker import Worker, WorkerEvent, stop_on_signals
 from launcher.default_model import resolve_model
 
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine = assemble(
             config, resolve_model(config.model), config.max_num_batched_tokens, record_decode=not config.enforce_eager
         )
+        settle_memory()
         return build(config, engine, listener).run()
 
 

@@ -7,7 +7,7 @@ requests, once and in turn; the clock runs at the sender from its first word to 
 is a warm-up, is not counted, and ends with a comparison of both pools.
 
 `both copies`: gathered from a paged pool, spliced into another, as kvsplice does; `splice`: sent as it lies, spliced
-into a paged pool; `no copy`: sent as it lies, dropped on arrival.
+into a paged pool; `no copy`: sent as it lies, dropped on arrival. All processes keep freed memory, as workers do.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from experiments.transfer_report import Report, figures_of
 from experiments.transfer_sides import OURS, SIDES
 from kernels.select import select_kernels
 from kvtransfer.messages import KvLayout
+from kvtransfer.steady_memory import settle_memory
 
 ROUND_TOKENS: Final = 8192
 """Tokens of a round, about: 188 MB of the default model's KV, more than caches hold."""
@@ -37,6 +38,7 @@ def measure(load: Load, sides: Sequence[str], rounds: int) -> Report:
     """Raises BenchError if a round goes wrong."""
     pool = LoadPool(load, select_kernels("auto", torch.device("cpu")), seed=1)
     pool.fill(seed=3)
+    settle_memory()  # as a worker does
     with contextlib.ExitStack() as stack:
         pairs = {name: stack.enter_context(contextlib.closing(Pair(name, load, pool))) for name in sides}
         for pair in pairs.values():

@@ -15,6 +15,7 @@ from experiments.transfer_ends import ReceivingEnd
 from experiments.transfer_load import Load, LoadPool
 from experiments.transfer_sides import SIDES
 from kernels.select import select_kernels
+from kvtransfer.steady_memory import settle_memory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     load = msgspec.json.decode(options.load, type=Load)
     pool = LoadPool(load, select_kernels("auto", torch.device("cpu")), seed=2)
     end = SIDES[options.side].receiving_end(load, pool)
+    settle_memory()  # as a worker does
     _say(end.endpoint)
     for line in sys.stdin:
         _obey(line.split(), end, pool)

@@ -13,6 +13,7 @@ from kvtransfer.messages import PROTOCOL_VERSION, Hello, KvHello, Role
 from kvtransfer.sender import KvSender
 from kvtransfer.settings import parse
 from kvtransfer.signals import exit_on_signals
+from kvtransfer.steady_memory import settle_memory
 from kvtransfer.worker import Worker, WorkerEvent, stop_on_signals
 from launcher.default_model import resolve_model
 from prefill.config import PrefillConfig
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     exit_on_signals()
     with failures_in_one_line(PROG):
         engine = assemble(config, resolve_model(config.model), config.max_num_batched_tokens)
+        settle_memory()
         return build(config, engine).run()
 
 
