@@ -17,6 +17,7 @@ from gateway.app import create_app
 from gateway.cluster import Cluster, ClusterSettings
 from gateway.config import GatewayConfig
 from gateway.dispatch import Dispatcher, DispatchSettings
+from gateway.failover import FailoverSettings
 from gateway.limits import HttpSettings
 from gateway.metrics import Metrics
 from gateway.server import make_server
@@ -96,7 +97,9 @@ def _watch(dispatcher: Dispatcher, metrics: Metrics) -> None:
         "malformed_messages", "Control messages that could not be read.", lambda: dispatcher.num_malformed
     )
     metrics.watch_count(
-        "late_outputs", "Outputs of workers for requests that were over.", lambda: dispatcher.num_late_outputs
+        "late_outputs",
+        "Outputs of workers for requests, or attempts, that were over.",
+        lambda: dispatcher.num_late_outputs,
     )
 
 
@@ -140,6 +143,7 @@ def _dispatch_settings(config: GatewayConfig) -> DispatchSettings:
         stream_buffer_tokens=config.stream_buffer_tokens,
         request_timeout_s=config.request_timeout_s,
         first_token_timeout_s=config.first_token_timeout_s,
+        failover=FailoverSettings(config.max_retries, config.failover_timeout_s),
     )
 
 

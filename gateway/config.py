@@ -70,6 +70,16 @@ class GatewayConfig(Settings):
     first_token_timeout_s: float = setting(
         300.0, "Longest wait for the first token, in seconds.", group="timing", ge=0.1
     )
+    max_retries: int = setting(
+        3,
+        "How often a request whose worker is lost or fails is tried again, from where its output stands; 0: never.",
+        group="failover",
+        ge=0,
+        le=100,
+    )
+    failover_timeout_s: float = setting(
+        30.0, "Longest wait of such a request for workers that can go on with it, in seconds.", group="failover", ge=0
+    )
     dead_after_s: float = setting(
         2.0, "A worker that is silent for so many seconds is given up.", group="timing", ge=0.1, le=3600
     )

@@ -1,10 +1,13 @@
 """Runs requests on the workers. The life of one request:
 
-1. `generate` checks the request, makes its id, and picks a prefill worker P and a decode worker D.
+1. `generate` checks the request and makes its id; `Placement` picks a prefill worker P and a decode worker D.
 2. PrefillRequest goes to P and DecodeRequest to D in the same breath. With `max_tokens` 1 only P gets it.
-3. Outputs of both are merged by index into one sequence, which waits in a bounded stream for the consumer.
+3. Outputs of both are merged by index into one sequence, which waits in a bounded stream for the consumer. P's token is
+   held back until D has room for the request (it says so long before, unless it has none).
 4. P hands over (no news for the client), D goes on to the end; or P's first token is the last, and D is cancelled.
-5. However it ends (finished, refused, worker lost, overdue, consumer too slow or gone), it ends once: see `Flights`.
+5. If a worker is lost or fails before that, the request goes to others, with its output so far, and the consumer's
+   stream goes on: see `gateway.failover`.
+6. However it ends (finished, refused, retries used up, overdue, consumer slow or gone), it ends once: see `Flights`.
 
 One task receives, one ticks. A message that trips a bug of ours costs its sender or its request, not the loop; if
 a loop dies nevertheless, `run` raises and `status` says so.
@@ -15,35 +18,27 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from gateway.admission import check_request
-from gateway.backend import (
-    Backend,
-    ClusterStatus,
-    OverloadedError,
-    TokenDelta,
-    UnavailableError,
-)
+from gateway.backend import Backend, ClusterStatus, OverloadedError, TokenDelta, UnavailableError
 from gateway.cluster import Cluster, Departure
-from gateway.flight import Deadlines, Flight, Leg, TokenStream
+from gateway.failover import Failover, FailoverSettings
+from gateway.flight import Deadlines, Flight
 from gateway.flights import Flights
-from gateway.merge import TokenMerge
 from gateway.observer import Audience, DispatchObserver
-from gateway.router import Route, choose
+from gateway.placement import Placement
+from gateway.stream import TokenStream
 from gateway.worker import Worker
 from kvtransfer.complaints import Complaints
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.messages import (
     Cancel,
     DecodeRequest,
-    DecodeTarget,
     GatewayToWorker,
     PrefillRequest,
-    PrefillSource,
     Refused,
-    RequestSpec,
     Role,
     SamplingParams,
     WorkerToGateway,
@@ -73,11 +68,13 @@ class DispatchSettings:
     request_timeout_s: float = 600.0
     first_token_timeout_s: float = 300.0
     tick_s: float = 0.25
+    failover: FailoverSettings = field(default_factory=FailoverSettings)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) <= 0:
-                raise SettingsError(f"{field.name} must be positive, not {getattr(self, field.name)}")
+        for bound in fields(self):
+            value = getattr(self, bound.name)
+            if not isinstance(value, FailoverSettings) and value <= 0:
+                raise SettingsError(f"{bound.name} must be positive, not {value}")
 
 
 class Dispatcher(Backend):
@@ -97,6 +94,7 @@ class Dispatcher(Backend):
         self._complaints = Complaints()
         self._audience = Audience(observer)
         self._flights = Flights(self._send, self._audience, clock)
+        self._placement = Placement(cluster, self._flights, self._drop, clock)
 
     # --- towards HTTP --------------------------------------------------------------------------------
 
@@ -107,7 +105,7 @@ class Dispatcher(Backend):
 
     @property
     def num_late_outputs(self) -> int:
-        """Outputs so far that came for a request that was over."""
+        """Outputs so far that came for a request or an attempt that was over."""
         return self._flights.num_late_outputs
 
     @property
@@ -134,8 +132,9 @@ class Dispatcher(Backend):
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, arrived_at: float
     ) -> AsyncGenerator[TokenDelta, None]:
-        flight = self._launch(tuple(prompt_token_ids), sampling, arrived_at)
+        flight = self._admit(tuple(prompt_token_ids), sampling, arrived_at)
         try:
+            self._placement.launch(flight)
             while True:
                 delta = await flight.stream.get()
                 yield delta
@@ -144,42 +143,24 @@ class Dispatcher(Backend):
         finally:
             self._flights.end(flight)  # no-op unless the consumer leaves early
 
-    def _launch(self, prompt: tuple[int, ...], sampling: SamplingParams, arrived_at: float) -> Flight:
-        """A request that its workers have been told of. A worker that can't be reached is given up at once, not when
-        its beats are missed, and others are tried: the client has seen nothing yet. Raises BackendError."""
-        while True:
-            route = self._admit(prompt, sampling)
-            flight = self._flight_on(route, prompt, sampling, arrived_at)
-            lost = self._flights.start(flight, *_requests(flight.spec, route))
-            if lost is None:
-                return flight
-            self._flights.end(flight)
-            if departure := self._cluster.drop(lost.worker_id, "it can't be reached"):
-                self._on_departure(departure)
-
-    def _admit(self, prompt: tuple[int, ...], sampling: SamplingParams) -> Route:
+    def _admit(self, prompt: tuple[int, ...], sampling: SamplingParams, arrived_at: float) -> Flight:
+        """A request that may be dispatched. Raises BackendError."""
         status, vocab_size = self.status(), self._cluster.vocab_size
         if status.max_model_len is None or vocab_size is None:
             raise UnavailableError("; ".join(status.reasons))
         check_request(prompt, sampling, vocab_size=vocab_size, max_model_len=status.max_model_len)
         if self.in_flight >= self._settings.max_in_flight:
             raise OverloadedError(f"{self.in_flight} requests are running, which is the limit; try again later")
-        now = self._clock()
-        prefill, decode = self._cluster.capable(Role.PREFILL, now), self._cluster.capable(Role.DECODE, now)
-        return choose(prefill, decode, self._flights.book)
-
-    def _flight_on(self, route: Route, prompt: tuple[int, ...], sampling: SamplingParams, arrived_at: float) -> Flight:
         now, settings = self._clock(), self._settings
         return Flight(
-            spec=RequestSpec(request_id=uuid.uuid4().hex, attempt=0, prompt_token_ids=prompt, sampling=sampling),
-            prefill=Leg.on(route.prefill),
-            decode=Leg.on(route.decode) if sampling.max_tokens > 1 else None,
-            # Behind token 0, what came early fits the stream.
-            merge=TokenMerge(sampling.max_tokens, max_early=settings.stream_buffer_tokens - 1),
+            request_id=uuid.uuid4().hex,
+            prompt_token_ids=prompt,
+            sampling=sampling,
             stream=TokenStream(settings.stream_buffer_tokens),
+            failover=Failover(settings.failover),
             arrived_at=arrived_at,
-            started_at=now,
             deadlines=Deadlines(now + settings.first_token_timeout_s, now + settings.request_timeout_s),
+            max_early=settings.stream_buffer_tokens - 1,  # behind prefill's token, what came early fits the stream
         )
 
     # --- towards the workers -------------------------------------------------------------------------
@@ -219,6 +200,7 @@ class Dispatcher(Backend):
         for worker_id in tick.beat_to:
             self._send(worker_id, self._cluster.beat_to(worker_id))
         self._flights.on_tick(now)
+        self._placement.place_waiting()
 
     def _on_message(self, sender: str, message: WorkerToGateway | MessageError) -> None:
         """The exception boundary of one message: a bug in here is the sender's loss."""
@@ -226,8 +208,8 @@ class Dispatcher(Backend):
             self._handle(sender, message)
         except Exception:
             logger.exception("worker %r: its message could not be handled", sender)
-            if departure := self._cluster.drop(sender, "its message could not be handled"):
-                self._on_departure(departure)
+            self._drop(sender, "its message could not be handled")
+        self._placement.place_waiting()
 
     def _handle(self, sender: str, message: WorkerToGateway | MessageError) -> None:
         reaction = self._cluster.receive(sender, message, self._clock())
@@ -246,6 +228,11 @@ class Dispatcher(Backend):
         if isinstance(reply, Refused) and self._complaints.is_news(worker_id, reply.reason, self._clock()):
             logger.warning("worker %r is refused: %s", worker_id, reply.reason)
         self._send(worker_id, reply)
+
+    def _drop(self, worker_id: str, reason: str) -> None:
+        """Gives a worker up, if it is live."""
+        if departure := self._cluster.drop(worker_id, reason):
+            self._on_departure(departure)
 
     def _on_departure(self, departure: Departure) -> None:
         self._flights.on_departure(departure.worker)
@@ -269,15 +256,3 @@ class Dispatcher(Backend):
     def check_integrity(self) -> None:
         """Raises AssertionError unless the books agree with each other and with who is live."""
         self._flights.check_integrity(self._cluster.is_live)
-
-
-def _requests(spec: RequestSpec, route: Route) -> tuple[PrefillRequest, DecodeRequest | None]:
-    """What P and D are told; a request of one token is P's alone."""
-    if spec.sampling.max_tokens == 1:
-        return PrefillRequest(spec, target=None), None
-    kv_endpoint = route.decode.hello.kv_endpoint
-    assert kv_endpoint is not None, f"decode worker {route.decode.worker_id} was let in without a KV endpoint"
-    target = DecodeTarget(route.decode.worker_id, route.decode.generation, kv_endpoint)
-    return PrefillRequest(spec, target), DecodeRequest(
-        spec, PrefillSource(route.prefill.worker_id, route.prefill.generation)
-    )

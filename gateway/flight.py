@@ -1,79 +1,52 @@
-"""One request in flight: its two workers, its merged tokens, and the bounded way to its consumer."""
+"""One request in flight: a sequence of attempts that make one stream of tokens without a gap or a repeat.
 
-import asyncio
-from collections import deque
+      +----------------------------------------+
+      |                                        v
+    WAITING -----------> HELD ----------> STREAMING ----> OVER     WAITING and HELD may be OVER too: an error, or the
+      ^                   |                    |                   client has left
+      +-------------------+--------------------+
+                    the attempt is lost
+
+What the client has is never lost: the next attempt gets prompt and output so far, and goes on behind them.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Final
 
-from gateway.backend import (
-    BackendError,
-    DeadlineExceededError,
-    InvalidRequestError,
-    OverloadedError,
-    RequestFailedError,
-    TokenDelta,
-)
-from gateway.merge import InconsistentOutputError, TokenMerge
+from gateway.attempt import Attempt, Leg
+from gateway.backend import BackendError, DeadlineExceededError, TokenDelta
+from gateway.failover import Failover
+from gateway.merge import TokenMerge
 from gateway.observer import Phases, RequestOutcome
-from gateway.worker import Worker
-from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput, RequestSpec, Role
-
-_FINISHES = frozenset({EndReason.STOP, EndReason.LENGTH})
-
-
-class TokenStream:
-    """From the control loop to one consumer: at most `limit` tokens wait; pushing never blocks."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._deltas: deque[TokenDelta] = deque()
-        self._num_tokens = 0
-        self._error: BackendError | None = None
-        self._changed = asyncio.Event()
-
-    def push(self, delta: TokenDelta) -> bool:
-        """Queues new tokens; False if there is no room for them."""
-        if self._num_tokens + len(delta.token_ids) > self._limit:
-            return False
-        self._deltas.append(delta)
-        self._num_tokens += len(delta.token_ids)
-        self._changed.set()
-        return True
-
-    def fail(self, error: BackendError) -> None:
-        """What is queued still reaches the consumer, then the error does."""
-        assert self._error is None, f"failed twice: {self._error}, then {error}"
-        self._error = error
-        self._changed.set()
-
-    async def get(self) -> TokenDelta:
-        """The next tokens; raises the BackendError that ended the request."""
-        while not self._deltas:
-            if self._error is not None:
-                raise self._error
-            self._changed.clear()
-            await self._changed.wait()
-        delta = self._deltas.popleft()
-        self._num_tokens -= len(delta.token_ids)
-        return delta
+from gateway.router import Route
+from gateway.stream import TokenStream
+from kvtransfer.messages import EndReason, RequestOutput, RequestSpec, SamplingParams
 
 
-@dataclass(eq=False)
-class Leg:
-    """One worker's part of a request. `active`: it has the request and has not ended it, so it is owed a Cancel."""
+class FlightState(Enum):
+    """Where a request is."""
 
-    worker_id: str
-    generation: str
-    role: Role
-    active: bool = False
-    events: dict[LifetimeEvent, float] = field(default_factory=dict)
+    WAITING = "waiting"  # no worker has it: it has not begun, or its last attempt is over
+    HELD = "held"  # workers have it; nothing goes to the client before decode has room, so an overload is still a 429
+    STREAMING = "streaming"  # tokens go to the client as they come
+    OVER = "over"  # the last word is said
 
-    @classmethod
-    def on(cls, worker: Worker) -> "Leg":
-        return cls(worker.worker_id, worker.generation, worker.role)
 
-    def note(self, output: RequestOutput) -> None:
-        """Takes the output's readings."""
-        self.events.update(output.events)
+_MOVES: Final[Mapping[FlightState, frozenset[FlightState]]] = MappingProxyType(
+    {
+        FlightState.WAITING: frozenset({FlightState.HELD, FlightState.STREAMING, FlightState.OVER}),
+        FlightState.HELD: frozenset({FlightState.STREAMING, FlightState.WAITING, FlightState.OVER}),
+        FlightState.STREAMING: frozenset({FlightState.WAITING, FlightState.OVER}),
+        FlightState.OVER: frozenset(),
+    }
+)
+
+
+class IllegalFlightMoveError(AssertionError):
+    """Our own bug: a request was moved against the table."""
 
 
 @dataclass(frozen=True)
@@ -86,93 +59,114 @@ class Deadlines:
 
 @dataclass(eq=False)
 class Flight:
-    """A dispatched request. `decode` is None if the first token is also the last. `arrived_at` and `started_at`, when
-    the call came and when it was dispatched, are on the gateway's clock."""
+    """A request from its admission to its last word. `arrived_at`, when the call came, is on the gateway's clock;
+    `max_early`: decode's tokens that are kept while prefill's is not known."""
 
-    spec: RequestSpec
-    prefill: Leg
-    decode: Leg | None
-    merge: TokenMerge
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
     stream: TokenStream
+    failover: Failover
     arrived_at: float
-    started_at: float
     deadlines: Deadlines
-    _finish: EndReason | None = field(default=None, init=False)
-    _num_final: int | None = field(
-        default=None, init=False
-    )  # output tokens in all, once a worker has finished the request
+    max_early: int
+    state: FlightState = field(default=FlightState.WAITING, init=False)
+    attempt: Attempt | None = field(default=None, init=False)
+    num_streamed: int = field(default=0, init=False)
+    _first_sent_at: float = field(default=0.0, init=False)
+    _first_known_at: float | None = field(default=None, init=False)
+    _handoff_gap_s: float | None = field(default=None, init=False)
 
     @property
-    def key(self) -> RequestKey:
-        return (self.spec.request_id, self.spec.attempt)
+    def tokens(self) -> Sequence[int]:
+        """Output so far, also what the client does not have yet."""
+        return () if self.attempt is None else self.attempt.merge.tokens
 
     @property
-    def legs(self) -> tuple[Leg, ...]:
-        return (self.prefill,) if self.decode is None else (self.prefill, self.decode)
+    def num_total(self) -> int:
+        """Tokens of the prompt and of the longest output."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
 
-    def leg_on(self, worker: Worker) -> Leg | None:
-        """This worker's part, if it has one that is not over."""
-        for leg in self.legs:
-            if leg.active and (leg.worker_id, leg.generation) == (worker.worker_id, worker.generation):
-                return leg
-        return None
+    @property
+    def needs_decode(self) -> bool:
+        """Whether more than one token is missing."""
+        return self.sampling.max_tokens - len(self.tokens) > 1
 
-    def needs(self, leg: Leg) -> bool:
-        """Whether the request fails without this worker. Once decode speaks it has all of the KV, so prefill may go."""
-        return leg is not self.prefill or self.merge.length == 0 or not self.merge.has_spoken(Role.DECODE)
+    @property
+    def active_legs(self) -> tuple[Leg, ...]:
+        return () if self.attempt is None else self.attempt.active_legs
 
-    def receive(self, leg: Leg, output: RequestOutput) -> TokenDelta | None:
+    def move(self, state: FlightState) -> None:
+        """The only way to change `state`; raises IllegalFlightMoveError off the table."""
+        if state not in _MOVES[self.state]:
+            raise IllegalFlightMoveError(f"request {self.request_id}: {self.state.name} -> {state.name}")
+        self.state = state
+
+    def begin(self, route: Route, now: float) -> Attempt:
+        """The next attempt, on these workers, who are still to be told."""
+        spec = self._next_spec()
+        self.attempt = Attempt(
+            spec=spec,
+            prefill=Leg.on(route.prefill),
+            decode=None if route.decode is None else Leg.on(route.decode),
+            merge=TokenMerge(self.sampling.max_tokens, self.max_early, spec.output_token_ids),
+            started_at=now,
+        )
+        if spec.attempt == 0:
+            self._first_sent_at = now
+        self._first_known_at = None
+        may_be_turned_away = self.num_streamed == 0 and route.decode is not None
+        self.move(FlightState.HELD if may_be_turned_away else FlightState.STREAMING)
+        return self.attempt
+
+    def receive(self, leg: Leg, output: RequestOutput, now: float) -> TokenDelta | None:
         """Takes a worker's output and returns what the consumer gets of it, if anything.
 
-        Raises BackendError if the request has failed.
+        Raises SetbackError if the attempt is over, BackendError if the request is.
         """
-        leg.note(output)
-        if output.end is not None:
-            leg.active = False
-            self._on_end(leg, output, output.end)
-        fresh = self.merge.add(leg.role, output.start, output.token_ids)
-        finish = self._reached_finish()
+        assert self.attempt is not None, f"request {self.request_id} has not begun"
+        self.attempt.receive(leg, output)
+        self._note_handoff(now)
+        finish = self.attempt.finish
+        if self.state is FlightState.HELD and self.attempt.has_room:
+            self.move(FlightState.STREAMING)
+        if self.state is FlightState.HELD and finish is None:
+            return None
+        fresh = tuple(self.tokens[self.num_streamed :])
+        self.num_streamed += len(fresh)
         return TokenDelta(fresh, finish) if fresh or finish is not None else None
 
-    def _on_end(self, leg: Leg, output: RequestOutput, end: RequestEnd) -> None:
-        if end.reason in _FINISHES:
-            self._finish, self._num_final = end.reason, output.start + len(output.token_ids)
-        elif end.reason is EndReason.HANDED_OVER and leg is self.prefill and self.decode is not None:
-            return
-        elif self.needs(leg):
-            raise _error_of(end)
-
-    def _reached_finish(self) -> EndReason | None:
-        """The finish, once all tokens before it are known: decode may end before prefill's token is here."""
-        if self._num_final is None or self.merge.length < self._num_final:
-            return None
-        if self.merge.length > self._num_final:
-            raise InconsistentOutputError("output tokens came after the end")
-        return self._finish
-
-    def overdue(self, now: float) -> DeadlineExceededError | None:
+    def overdue(self, now: float) -> BackendError | None:
         """The error of a request that is past a deadline."""
         if now >= self.deadlines.end_at:
             return DeadlineExceededError("the request took longer than this server allows")
-        if self.merge.length == 0 and now >= self.deadlines.first_token_at:
+        if self.num_streamed == 0 and now >= self.deadlines.first_token_at:
             return DeadlineExceededError("no token came within the time this server allows")
-        return None
+        return self.failover.overdue(now) if self.state is FlightState.WAITING else None
 
     def outcome(self, now: float, finish: EndReason | None, error: BackendError | None) -> RequestOutcome:
+        """What became of it; the phases are those of the last attempt, and what came before is one of its own."""
+        assert self.attempt is not None, f"request {self.request_id} has not begun"
         phases = Phases.of(
-            self.started_at - self.arrived_at,
+            self._first_sent_at - self.arrived_at,
             now - self.arrived_at,
-            self.prefill.events,
-            {} if self.decode is None else self.decode.events,
+            self.attempt.prefill.events,
+            {} if self.attempt.decode is None else self.attempt.decode.events,
             is_finished=finish is not None,
+            retry_s=self.attempt.started_at - self._first_sent_at if self.attempt.spec.attempt else None,
         )
-        return RequestOutcome(self.spec.request_id, finish, error, phases)
+        return RequestOutcome(self.request_id, finish, error, phases, self._handoff_gap_s)
 
+    def _next_spec(self) -> RequestSpec:
+        number = 0 if self.attempt is None else self.attempt.spec.attempt + 1
+        return RequestSpec(self.request_id, number, self.prompt_token_ids, self.sampling, tuple(self.tokens))
 
-def _error_of(end: RequestEnd) -> BackendError:
-    """A worker's end as the client's error. Only a rejection's text is the worker's: it is written for the client."""
-    if end.reason is EndReason.REJECTED:
-        return InvalidRequestError(end.message or "the request can not be served by this model")
-    if end.reason is EndReason.OVERLOADED:
-        return OverloadedError("the workers are at their limit; try again later")
-    return RequestFailedError("a worker could not finish the request")
+    def _note_handoff(self, now: float) -> None:
+        """The gap between tokens 0 and 1, if one attempt gave both: anything else is not a hand-over's time."""
+        assert self.attempt is not None, f"request {self.request_id} has not begun"
+        if self.attempt.spec.output_token_ids or self._handoff_gap_s is not None or not self.tokens:
+            return
+        if self._first_known_at is None:
+            self._first_known_at = now
+        if len(self.tokens) > 1:
+            self._handoff_gap_s = now - self._first_known_at

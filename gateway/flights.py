@@ -1,27 +1,21 @@
-"""The requests in flight, and the one way out of here for each of them.
+"""The requests in flight: what their workers say, and the one way out of here for each of them.
 
 A flight leaves exactly once, by `end`: out of the books, one last word to its consumer, and a Cancel to each worker
-that still has it. Knows no socket: messages leave through `send`.
+that still has it. One that has lost an attempt and may have another waits here, without workers, until somebody calls
+`start` for it. Knows no socket: messages leave through `send`.
 """
 
 import logging
 from collections.abc import Callable
 
+from gateway.attempt import Leg
 from gateway.backend import BackendError, OverloadedError, RequestFailedError
-from gateway.flight import Flight, Leg
+from gateway.failover import SetbackError
+from gateway.flight import Flight, FlightState
 from gateway.observer import Audience
-from gateway.router import InFlightBook
+from gateway.router import InFlightBook, Route
 from gateway.worker import Worker
-from kvtransfer.messages import (
-    Cancel,
-    DecodeRequest,
-    EndReason,
-    GatewayToWorker,
-    PrefillRequest,
-    RequestKey,
-    RequestOutput,
-    Role,
-)
+from kvtransfer.messages import Cancel, EndReason, GatewayToWorker, RequestKey, RequestOutput, Role
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +26,7 @@ Send = Callable[[str, GatewayToWorker], bool]
 class Flights:
     """All requests that are dispatched and not over. `book` is what the router sees of them.
 
-    Counts outputs that came for no live request in `num_late_outputs`. `clock` gives seconds, monotonic.
+    Counts outputs that came for no live attempt in `num_late_outputs`. `clock` gives seconds, monotonic.
     """
 
     MAX_LATE_CANCELS_PER_TICK = 256
@@ -43,32 +37,45 @@ class Flights:
         self._send = send
         self._audience = audience
         self._clock = clock
-        self._flights: dict[RequestKey, Flight] = {}
+        self._flights: dict[str, Flight] = {}  # by request id
         self._late_cancels: set[tuple[str, RequestKey]] = set()  # sent since the last tick
 
     def __len__(self) -> int:
         return len(self._flights)
 
-    def start(self, flight: Flight, prefill: PrefillRequest, decode: DecodeRequest | None) -> Leg | None:
-        """Sends the request to its workers; returns the leg whose worker can't be reached, None if all are told."""
-        self._flights[flight.key] = flight
-        num_prompt, max_tokens = len(flight.spec.prompt_token_ids), flight.spec.sampling.max_tokens
-        if not self._start_leg(flight, flight.prefill, prefill, num_prompt):
-            return flight.prefill
-        if flight.decode is None or decode is None:
-            return None
-        told = self._start_leg(flight, flight.decode, decode, num_prompt + max_tokens)
-        return None if told else flight.decode
+    @property
+    def waiting(self) -> tuple[Flight, ...]:
+        """Requests that no worker has, oldest first."""
+        return tuple(flight for flight in self._flights.values() if flight.state is FlightState.WAITING)
+
+    def start(self, flight: Flight, route: Route) -> Leg | None:
+        """Begins the next attempt of a request and tells its workers. Returns the leg whose worker can't be reached,
+        and then the request still waits; None if all are told."""
+        self._flights[flight.request_id] = flight
+        attempt = flight.begin(route, self._clock())
+        for leg, message in attempt.requests(route):
+            leg.active = self._send(leg.worker_id, message)
+            if not leg.active:
+                self._recall(flight)
+                flight.move(FlightState.WAITING)
+                return leg
+            num_tokens = (
+                flight.num_total if leg.role is Role.DECODE else len(flight.prompt_token_ids) + len(flight.tokens)
+            )
+            self.book.add(leg.worker_id, flight.request_id, num_tokens)
+        return None
 
     def on_output(self, worker: Worker, output: RequestOutput) -> None:
         """Takes a worker's output. The exception boundary of one request: a bug in here is that request's loss."""
-        flight = self._flights.get((output.request_id, output.attempt))
-        leg = None if flight is None else flight.leg_on(worker)
-        if flight is None or leg is None:
+        found = self._find(worker, output)
+        if found is None:
             self._on_late_output(worker.worker_id, output)
             return
+        flight, leg = found
         try:
             self._take(flight, leg, output)
+        except SetbackError as setback:
+            self._set_back(flight, setback)
         except BackendError as error:
             self.end(flight, error=error)
         except Exception:
@@ -76,14 +83,14 @@ class Flights:
             self.end(flight, error=RequestFailedError("internal error"))
 
     def on_departure(self, worker: Worker) -> None:
-        """Fails what needed this worker; once decode has all of the KV, prefill isn't needed any more."""
+        """A setback for what needed this worker; once decode has all of the KV, prefill isn't needed any more."""
         for flight in tuple(self._flights.values()):
-            leg = flight.leg_on(worker)
-            if leg is None:
+            leg = None if flight.attempt is None else flight.attempt.leg_on(worker)
+            if flight.attempt is None or leg is None:
                 continue
             self._leave(flight, leg)
-            if flight.needs(leg):
-                self.end(flight, error=RequestFailedError(f"the {leg.role.value} worker of the request was lost"))
+            if flight.attempt.needs(leg):
+                self._set_back(flight, flight.attempt.loss_of(leg))
 
     def on_tick(self, now: float) -> None:
         """Fails what is past a deadline."""
@@ -94,16 +101,13 @@ class Flights:
 
     def end(self, flight: Flight, *, finish: EndReason | None = None, error: BackendError | None = None) -> None:
         """The one way out. Without `finish` and `error` the consumer has left. No-op if it is over already."""
-        if self._flights.pop(flight.key, None) is None:
+        if self._flights.pop(flight.request_id, None) is None:
             return
+        flight.move(FlightState.OVER)
         if error is not None:
-            logger.warning("request %s failed: %s", flight.spec.request_id, error)
+            logger.warning("request %s failed: %s", flight.request_id, error)
             flight.stream.fail(error)
-        owed = [leg for leg in flight.legs if leg.active]
-        for leg in flight.legs:
-            self._leave(flight, leg)
-        for leg in owed:
-            self._send(leg.worker_id, Cancel(*flight.key))
+        self._recall(flight)
         self._audience.tell(lambda observer: observer.on_request_end(flight.outcome(self._clock(), finish, error)))
 
     def end_all(self, error: BackendError) -> None:
@@ -112,31 +116,35 @@ class Flights:
             self.end(flight, error=error)
 
     def check_integrity(self, is_live: Callable[[str, str], bool]) -> None:
-        """Raises AssertionError unless each booked entry is an active leg and each active leg's worker lives.
+        """Raises AssertionError unless each booked entry is an active leg, each active leg's worker lives, and
+        who waits has no active leg.
 
         `is_live` takes worker id and generation.
         """
+        for flight in self.waiting:
+            assert not flight.active_legs, f"{flight.request_id} waits, but {flight.active_legs} have it"
         active = {
-            (leg.worker_id, flight.spec.request_id): leg.generation
+            (leg.worker_id, flight.request_id): leg.generation
             for flight in self._flights.values()
-            for leg in flight.legs
-            if leg.active
+            for leg in flight.active_legs
         }
         surplus = self.book.entries - active.keys()
         assert not surplus, f"booked without an active request: {sorted(surplus)}"
         for (worker_id, request_id), generation in active.items():
             assert is_live(worker_id, generation), f"{request_id} runs on {worker_id}, which is gone"
 
-    def _start_leg(self, flight: Flight, leg: Leg, message: GatewayToWorker, num_tokens: int) -> bool:
-        leg.active = self._send(leg.worker_id, message)
-        if leg.active:
-            self.book.add(leg.worker_id, flight.spec.request_id, num_tokens)
-        return leg.active
+    def _find(self, worker: Worker, output: RequestOutput) -> tuple[Flight, Leg] | None:
+        """Whom an output is for; None if that attempt is over on this worker."""
+        flight = self._flights.get(output.request_id)
+        if flight is None or flight.attempt is None or flight.attempt.spec.attempt != output.attempt:
+            return None
+        leg = flight.attempt.leg_on(worker)
+        return None if leg is None else (flight, leg)
 
     def _take(self, flight: Flight, leg: Leg, output: RequestOutput) -> None:
-        delta = flight.receive(leg, output)
+        delta = flight.receive(leg, output, self._clock())
         if not leg.active or leg.role is Role.PREFILL:  # the prompt is computed, whatever prefill still has to send
-            self.book.discard(leg.worker_id, flight.spec.request_id)
+            self.book.discard(leg.worker_id, flight.request_id)
         if delta is None:
             return
         if not flight.stream.push(delta):
@@ -144,8 +152,29 @@ class Flights:
         if delta.finish is not None:
             self.end(flight, finish=delta.finish)
 
+    def _set_back(self, flight: Flight, setback: SetbackError) -> None:
+        """An attempt is over: its workers are told, and the request waits for others or ends."""
+        error = flight.failover.on_setback(setback, self._clock(), has_streamed=flight.num_streamed > 0)
+        if error is not None:
+            self.end(flight, error=error)
+            return
+        logger.warning("request %s, retry %d: %s", flight.request_id, flight.failover.num_retries, setback)
+        self._recall(flight)
+        flight.move(FlightState.WAITING)
+        self._audience.tell(lambda observer: observer.on_retry(setback.reason))
+
+    def _recall(self, flight: Flight) -> None:
+        """Whoever still has the attempt is told that nobody waits for it."""
+        if flight.attempt is None:
+            return
+        owed = flight.attempt.active_legs
+        for leg in flight.attempt.legs:
+            self._leave(flight, leg)
+        for leg in owed:
+            self._send(leg.worker_id, Cancel(*flight.attempt.key))
+
     def _on_late_output(self, worker_id: str, output: RequestOutput) -> None:
-        """For a request that is over. A worker that goes on with it has missed our Cancel: say it again, but not for
+        """For an attempt that is over. A worker that goes on with it has missed our Cancel: say it again, but not for
         each of the outputs that are on their way meanwhile."""
         self.num_late_outputs += 1
         cancel = (worker_id, (output.request_id, output.attempt))
@@ -156,4 +185,4 @@ class Flights:
 
     def _leave(self, flight: Flight, leg: Leg) -> None:
         leg.active = False
-        self.book.discard(leg.worker_id, flight.spec.request_id)
+        self.book.discard(leg.worker_id, flight.request_id)

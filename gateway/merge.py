@@ -1,10 +1,11 @@
-"""Merges what two workers say about one request's output tokens into one sequence without gaps or repeats.
+"""Merges what two workers say about one attempt's output tokens into one sequence without gaps or repeats.
 
-    index      0        1   2   3   ...
-    prefill    t0
-    decode    (t0)      t1  t2  t3  ...      decode may repeat t0, and may be heard before prefill
+    index      0 .. base-1      base      base+1   base+2 ...
+    known      resumed
+    prefill                     t0
+    decode                     (t0)       t1       t2 ...      decode may repeat t0, and may be heard before prefill
 
-Each worker's words arrive in order, so the only gap that can fill later is token 0; any other is a lost message.
+Each worker's words arrive in order, so the only gap that can fill later is token `base`; any other is a lost message.
 """
 
 from collections.abc import Sequence
@@ -18,50 +19,57 @@ class InconsistentOutputError(RequestFailedError):
 
 
 class TokenMerge:
-    """Output tokens [0, length) are known; decode's tokens [1, ...) wait in `_early` while token 0 is not."""
+    """Output tokens [0, length) are known, `resumed` from the start; decode's tokens behind the first new one wait in
+    `_early` while that one is not."""
 
-    def __init__(self, max_tokens: int, max_early: int) -> None:
+    def __init__(self, max_tokens: int, max_early: int, resumed: Sequence[int] = ()) -> None:
         self._max_tokens = max_tokens
         self._max_early = max_early
-        self._tokens: list[int] = []
+        self._base = len(resumed)
+        self._tokens: list[int] = list(resumed)
         self._early: list[int] = []
-        self._next = {Role.PREFILL: 0, Role.DECODE: 1}
+        self._next = {Role.PREFILL: self._base, Role.DECODE: self._base + 1}
         self._spoken: set[Role] = set()
 
     @property
+    def tokens(self) -> Sequence[int]:
+        """The tokens known without a gap."""
+        return self._tokens
+
+    @property
     def length(self) -> int:
-        """Number of tokens known without a gap."""
         return len(self._tokens)
+
+    @property
+    def num_new(self) -> int:
+        """Tokens known that this attempt has given."""
+        return self.length - self._base
 
     def has_spoken(self, role: Role) -> bool:
         """Whether any token has come from that worker."""
         return role in self._spoken
 
-    def add(self, role: Role, start: int, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Takes tokens [start, start + len(token_ids)) and returns those that became known, in order.
-
-        Raises InconsistentOutputError.
-        """
+    def add(self, role: Role, start: int, token_ids: Sequence[int]) -> None:
+        """Takes tokens [start, start + len(token_ids)). Raises InconsistentOutputError."""
         if start > self._next[role]:
             raise InconsistentOutputError(f"output tokens {self._next[role]} to {start - 1} were lost on the way")
-        before = self.length
         for index, token_id in enumerate(token_ids, start):
             self._place(index, token_id)
         if token_ids:
             self._spoken.add(role)
             self._next[role] = max(self._next[role], start + len(token_ids))
-        return tuple(self._tokens[before:])
 
     def _place(self, index: int, token_id: int) -> None:
         if index >= self._max_tokens:
             raise InconsistentOutputError(f"more than the {self._max_tokens} output tokens asked for")
-        if index < self.length:
+        num_known = self.length
+        if index < num_known:
             self._compare(self._tokens[index], token_id, index)
-        elif index == self.length:
+        elif index == num_known:
             self._tokens += [token_id, *self._early]
             self._early = []
-        elif index <= len(self._early):
-            self._compare(self._early[index - 1], token_id, index)
+        elif index <= num_known + len(self._early):
+            self._compare(self._early[index - num_known - 1], token_id, index)
         else:
             self._keep_early(token_id)
 

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.failover import RetryReason
 from gateway.observer import RequestOutcome
 from gateway.worker import Worker
 
@@ -26,7 +27,8 @@ _ANY_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, *_LONG_S)
 
 _PHASES: Final = {
     "dispatch_s": "Arrival to dispatch: checks, chat template, tokenising.",
-    "queue_s": "Dispatch to the first prefill chunk.",
+    "retry_s": "First dispatch to the last one, of requests that were dispatched more than once.",
+    "queue_s": "The last dispatch to the first prefill chunk.",
     "prefill_s": "First chunk to first token.",
     "kv_reserve_s": "First token to reserved blocks on decode; 0 if these came first.",
     "kv_start_s": "From there to the first KV frame on decode; 0 if it came before the first token.",
@@ -54,6 +56,12 @@ class Metrics:
             name: self._histogram(f"request_{name.removesuffix('_s')}_time_seconds", text, _ANY_S)
             for name, text in _PHASES.items()
         }
+        self._handoff_gap = self._histogram(
+            "handoff_gap_seconds", "Gap between prefill's token and decode's first, at the gateway.", _SHORT_S
+        )
+        self._retries = self._counter("request_retries", "Attempts that were lost and tried again.", ("reason",))
+        for retry_reason in RetryReason:
+            self._retries.labels(retry_reason.value)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests with a first token.")
         self.generation_tokens = self._counter("generation_tokens", "Output tokens.")
         self.requests = self._counter("request_success", "Ended requests by reason.", ("finished_reason",))
@@ -91,6 +99,12 @@ class Metrics:
             seconds = getattr(outcome.phases, name)
             if seconds is not None:
                 histogram.observe(seconds)
+        if outcome.handoff_gap_s is not None:
+            self._handoff_gap.observe(outcome.handoff_gap_s)
+
+    def on_retry(self, reason: RetryReason) -> None:
+        """A request has lost an attempt and gets another one."""
+        self._retries.labels(reason.value).inc()
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from gateway.backend import BackendError
+from gateway.failover import RetryReason
 from kvtransfer.messages import EndReason, LifetimeEvent
 
 logger = logging.getLogger(__name__)
@@ -21,9 +22,12 @@ class Phases:
     Of a finished request with all readings they add up to the whole time, from the arrival of the call to the last
     token at the gateway, because each phase begins where the one before it ends:
 
-         dispatch     queue       prefill       kv_reserve  kv_start      kv_transfer  batch_wait  decode    delivery
-        |----------|-----------|---------------|-----------|-------------|------------|-----------|---------|---------|
-     arrival      sent     SCHEDULED      FIRST_TOKEN   RESERVED   FIRST_FRAME     SPLICED     RUNNING    ENDED      end
+       dispatch   retry     queue     prefill     kv_reserve  kv_start    kv_transfer  batch_wait  decode   delivery
+      |---------|--------|---------|-------------|----------|-----------|------------|-----------|--------|---------|
+    arrival    sent  sent last  SCHEDULED   FIRST_TOKEN  RESERVED  FIRST_FRAME    SPLICED     RUNNING   ENDED      end
+
+    `retry` is there only if the first attempt was not the last: all that the attempts before the last one took, and the
+    waits for workers. The phases behind it are those of the last attempt.
 
     Decode reserves and takes KV while prefill computes, so what is done by the first token takes no time of its own:
     `kv_reserve`, `kv_start` and `kv_transfer` are what decode kept the request waiting for behind it. A request that
@@ -31,6 +35,7 @@ class Phases:
     """
 
     dispatch_s: float
+    retry_s: float | None = None
     queue_s: float | None = None
     prefill_s: float | None = None
     kv_reserve_s: float | None = None
@@ -41,8 +46,18 @@ class Phases:
     delivery_s: float | None = None
 
     @classmethod
-    def of(cls, sent_s: float, end_s: float, prefill: Readings, decode: Readings, *, is_finished: bool) -> "Phases":
-        """`sent_s`, `end_s`: dispatch and end, seconds since arrival on the gateway's clock.
+    def of(
+        cls,
+        sent_s: float,
+        end_s: float,
+        prefill: Readings,
+        decode: Readings,
+        *,
+        is_finished: bool,
+        retry_s: float | None = None,
+    ) -> "Phases":
+        """`sent_s`, `end_s`: first dispatch and end, seconds since arrival on the gateway's clock. `retry_s`: from the
+        first dispatch to the last one, None if there was only one.
 
         Both workers' clocks start when the request reaches them, which is taken for the moment it was sent: each phase
         is wrong by at most the way of one message. A reading before the last one is moved onto it.
@@ -50,13 +65,13 @@ class Phases:
         readings = [prefill.get(event) for event in _PREFILL_PHASES]
         readings += [decode.get(event) for event in _DECODE_PHASES] if decode else []
         seconds: dict[str, float] = {}
-        at = sent_s
+        at = last_sent_s = sent_s + (retry_s or 0.0)
         for name, reading in zip((*_PREFILL_PHASES.values(), *_DECODE_PHASES.values()), readings, strict=False):
             if reading is None:
-                return cls(sent_s, **seconds)
-            moment = min(max(at, sent_s + reading), end_s)
+                return cls(sent_s, retry_s, **seconds)
+            moment = min(max(at, last_sent_s + reading), end_s)
             seconds[name], at = moment - at, moment
-        return cls(sent_s, **seconds, delivery_s=end_s - at if is_finished else None)
+        return cls(sent_s, retry_s, **seconds, delivery_s=end_s - at if is_finished else None)
 
 
 _PREFILL_PHASES: Final = {LifetimeEvent.SCHEDULED: "queue_s", LifetimeEvent.FIRST_TOKEN: "prefill_s"}
@@ -72,12 +87,14 @@ _DECODE_PHASES: Final = {
 
 @dataclass(frozen=True)
 class RequestOutcome:
-    """One request that is over. `finish` is set if it finished, `error` if it failed, neither if the client left."""
+    """One request that is over. `finish` is set if it finished, `error` if it failed, neither if the client left.
+    `handoff_gap_s`: between tokens 0 and 1 at the gateway, None if not the same attempt gave both."""
 
     request_id: str
     finish: EndReason | None
     error: BackendError | None
     phases: Phases
+    handoff_gap_s: float | None = None
 
 
 class DispatchObserver(Protocol):
@@ -85,6 +102,10 @@ class DispatchObserver(Protocol):
 
     def on_request_end(self, outcome: RequestOutcome) -> None:
         """Once for each dispatched request."""
+        ...
+
+    def on_retry(self, reason: RetryReason) -> None:
+        """A request has lost an attempt and gets another one."""
         ...
 
 

@@ -5,10 +5,11 @@ outstanding counts beside the load that workers report.
 """
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from gateway.backend import UnavailableError
-from gateway.worker import Worker
+from gateway.worker import Worker, WorkerRef
 
 
 class InFlightBook:
@@ -43,26 +44,41 @@ class InFlightBook:
 
 @dataclass(frozen=True)
 class Route:
-    """The workers of one request."""
+    """The workers of one attempt; `decode` is None if prefill's token is the last."""
 
     prefill: Worker
-    decode: Worker
+    decode: Worker | None
+
+    def avoids(self, suspects: AbstractSet[WorkerRef]) -> bool:
+        """Whether none of them is a suspect."""
+        return self.prefill.ref not in suspects and (self.decode is None or self.decode.ref not in suspects)
 
 
-def choose(prefill: Sequence[Worker], decode: Sequence[Worker], book: InFlightBook) -> Route:
-    """The prefill worker with the fewest prompt tokens outstanding, and the decode worker under the least pressure.
+def choose(
+    prefill: Sequence[Worker],
+    decode: Sequence[Worker] | None,
+    book: InFlightBook,
+    suspects: AbstractSet[WorkerRef] = frozenset(),
+) -> Route:
+    """The prefill worker with the fewest prompt tokens outstanding, and the decode worker under the least pressure
+    (`decode` is None if none is needed); `suspects` only where there is nobody else.
 
-    Takes live workers that make progress. Each has room for its `max_model_len` in an empty pool, or it would not have
-    started, so whatever the smallest of these lengths admits fits all of them. Ties go to the smaller id, so that the
-    choice is the same each time. Raises UnavailableError if there is no worker of a role.
+    Takes live workers that make progress and have room for the request in an empty pool. Ties go to the smaller id, so
+    that the choice is the same each time. Raises UnavailableError if there is no worker of a role.
     """
-    for role, workers in (("prefill", prefill), ("decode", decode)):
-        if not workers:
-            raise UnavailableError(f"no {role} worker can take requests")
     return Route(
-        prefill=min(prefill, key=lambda worker: _prefill_order(worker, book)),
-        decode=min(decode, key=lambda worker: _decode_order(worker, book)),
+        prefill=min(_take(prefill, "prefill", suspects), key=lambda worker: _prefill_order(worker, book)),
+        decode=None
+        if decode is None
+        else min(_take(decode, "decode", suspects), key=lambda worker: _decode_order(worker, book)),
     )
+
+
+def _take(workers: Sequence[Worker], role: str, suspects: AbstractSet[WorkerRef]) -> Sequence[Worker]:
+    """The workers to choose from, never none."""
+    if not workers:
+        raise UnavailableError(f"no {role} worker can take requests")
+    return [worker for worker in workers if worker.ref not in suspects] or workers
 
 
 def _prefill_order(worker: Worker, book: InFlightBook) -> tuple[int, int, str]:

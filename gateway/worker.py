@@ -4,6 +4,9 @@ from dataclasses import dataclass, field, replace
 
 from kvtransfer.messages import Heartbeat, Hello, Limits, Load, Role, StepOutput
 
+WorkerRef = tuple[str, str]
+"""(worker id, generation): one start of a worker."""
+
 
 def _nothing_to_do() -> Load:
     return Load(num_running=0, num_waiting=0, kv_usage=0.0)
@@ -30,6 +33,10 @@ class Worker:
     @property
     def generation(self) -> str:
         return self.hello.generation
+
+    @property
+    def ref(self) -> WorkerRef:
+        return (self.worker_id, self.generation)
 
     @property
     def role(self) -> Role:

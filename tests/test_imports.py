@@ -55,6 +55,8 @@ PURE_FILES = (
     "prefill/scheduler.py",
     "decode/scheduler.py",
     "gateway/cluster.py",
+    "gateway/failover.py",
+    "gateway/merge.py",
     "gateway/router.py",
     "experiments/mixed_summary.py",
     "experiments/mixed_tables.py",

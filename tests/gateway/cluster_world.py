@@ -9,6 +9,7 @@ import msgspec
 from gateway.backend import BackendError, TokenDelta
 from gateway.cluster import Cluster, ClusterSettings
 from gateway.dispatch import Dispatcher, DispatchSettings
+from gateway.failover import RetryReason
 from gateway.observer import RequestOutcome
 from kvtransfer.messages import (
     PROTOCOL_VERSION,
@@ -20,6 +21,7 @@ from kvtransfer.messages import (
     Heartbeat,
     Hello,
     KvLayout,
+    LifetimeEvent,
     Limits,
     Load,
     PrefillRequest,
@@ -33,6 +35,7 @@ from kvtransfer.messages import (
 )
 
 EPOCH = "epoch-1"
+RESERVED = {LifetimeEvent.RECEIVED: 0.0, LifetimeEvent.RESERVED: 0.0}
 FINGERPRINT = Fingerprint(architecture="Llama", config="c0", weights="w0", dtype="float32", vocab_size=100)
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_dim=64, dtype="float32", block_size=16)
 LIMITS = Limits(max_model_len=1000, max_num_seqs=8, kv_tokens=2000)
@@ -61,8 +64,10 @@ def beat(
     waiting: int = 0,
     usage: float = 0.0,
     sequence: int = 0,
+    draining: bool = False,
 ) -> Heartbeat:
-    return Heartbeat(generation, sequence, progress, Load(num_running=running, num_waiting=waiting, kv_usage=usage))
+    load = Load(num_running=running, num_waiting=waiting, kv_usage=usage)
+    return Heartbeat(generation, sequence, progress, load, draining)
 
 
 def step(*outputs: RequestOutput, generation: str = "g1", sequence: int = 1) -> StepOutput:
@@ -126,9 +131,13 @@ class Recorder:
 
     def __init__(self) -> None:
         self.outcomes: list[RequestOutcome] = []
+        self.retries: list[RetryReason] = []
 
     def on_request_end(self, outcome) -> None:
         self.outcomes.append(outcome)
+
+    def on_retry(self, reason) -> None:
+        self.retries.append(reason)
 
 
 class Client:
@@ -207,6 +216,10 @@ class World:
         client = Client(self.dispatcher, tuple(prompt), params, self.clock.now)
         await self.settle()
         return client
+
+    async def reserve(self, spec: RequestSpec, worker_id: str = "decode-0", generation: str = "g1") -> None:
+        """Decode has room for the request: it can't turn it away any more."""
+        await self.say(worker_id, spec, len(spec.output_token_ids), generation=generation, events=RESERVED)
 
     def spec(self, worker_id: str, kind: type) -> RequestSpec:
         """The request that a worker was given last."""

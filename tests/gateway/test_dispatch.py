@@ -16,6 +16,7 @@ from gateway.backend import (
 )
 from gateway.cluster import ClusterSettings
 from gateway.dispatch import DispatchSettings
+from gateway.failover import FailoverSettings
 from gateway.merge import InconsistentOutputError
 from gateway.observer import Phases
 from kvtransfer.errors import MessageError, SettingsError
@@ -40,6 +41,8 @@ from tests.gateway.test_phases import DECODE_READINGS, PREFILL_READINGS
 
 BOTH = ("prefill-0", "decode-0")
 LIVE = {"prefill-0": "g1", "decode-0": "g1"}
+ONE_TRY = DispatchSettings(tick_s=3600, failover=FailoverSettings(max_retries=0))
+"""What becomes of further attempts: test_failover.py."""
 
 
 def in_loop(test):
@@ -56,10 +59,13 @@ def cancels(it, worker_id) -> int:
     return len(it.control.to(worker_id, Cancel))
 
 
-async def started(it, **params):
-    """A request that both workers have; returns the client and the spec."""
+async def started(it, has_room=True, **params):
+    """A request that both workers have, and for which decode has room; returns the client and the spec."""
     client = await it.ask(**params)
-    return client, it.spec("prefill-0", PrefillRequest)
+    spec = it.spec("prefill-0", PrefillRequest)
+    if has_room and spec.sampling.max_tokens > 1 and "decode-0" not in it.control.unreachable:
+        await it.reserve(spec, generation=it.said["decode-0"][0])
+    return client, spec
 
 
 # --- the good life -----------------------------------------------------------------------------------
@@ -269,7 +275,7 @@ async def test_a_worker_that_can_not_be_reached_is_no_black_hole_while_another_l
 )
 @in_loop
 async def test_an_error_end_of_one_worker_cancels_the_other(worker_id, reason, error, text):
-    async with world(*BOTH) as it:
+    async with world(*BOTH, settings=ONE_TRY) as it:
         client, spec = await started(it)
         await it.say(worker_id, spec, 0, end=reason, message="9 > 8")
         assert type(client.error) is error
@@ -370,13 +376,13 @@ async def test_an_end_that_does_not_match_the_tokens_fails_the_request(says):
 @pytest.mark.parametrize("how", ["silence", "goodbye", "new generation", "malformed", "gave us up", "lost message"])
 @in_loop
 async def test_a_lost_worker_fails_its_requests_at_once(lost, how):
-    async with world(*BOTH) as it:
+    async with world(*BOTH, settings=ONE_TRY) as it:
         other = next(worker_id for worker_id in BOTH if worker_id != lost)
         client, _ = await started(it)
         if how == "silence":
             await it.pass_time(2.5, {other: "g1"})
         elif how == "lost message":
-            it.control.inbox.put_nowait((lost, step(sequence=2)))
+            it.control.inbox.put_nowait((lost, step(sequence=it.said[lost][1] + 2)))
             await it.settle()
             assert it.control.to(lost, Reintroduce) == [Reintroduce(EPOCH)]
         else:
@@ -426,7 +432,7 @@ async def test_prefill_may_go_once_decode_has_all(is_known_to_have_handed_over):
 @pytest.mark.parametrize("heard", ["nothing", "only prefill", "only decode"])
 @in_loop
 async def test_prefill_may_not_go_before_that(heard):
-    async with world(*BOTH) as it:
+    async with world(*BOTH, settings=ONE_TRY) as it:
         client, spec = await started(it)
         if heard == "only prefill":
             await it.say("prefill-0", spec, 0, [10])
@@ -469,6 +475,7 @@ async def test_an_iterator_that_is_dropped_cancels_too():
         stream = it.dispatcher.generate((1, 2), sampling(), arrived_at=100.0)
         waiting = asyncio.ensure_future(anext(stream))
         await it.settle()
+        await it.reserve(it.spec("prefill-0", PrefillRequest))
         await it.say("prefill-0", it.spec("prefill-0", PrefillRequest), 0, [10])
         assert (await waiting).token_ids == (10,)
         del stream, waiting
@@ -598,8 +605,8 @@ async def test_a_bug_in_handling_one_output_costs_that_request_only(monkeypatch,
     async with world(*BOTH) as it:
         broken, broken_spec = await started(it)
         fine, fine_spec = await started(it)
-        flight = it.dispatcher._flights._flights[broken_spec.request_id, 0]
-        monkeypatch.setattr(flight.merge, "add", lambda *_: 1 // 0)
+        flight = it.dispatcher._flights._flights[broken_spec.request_id]
+        monkeypatch.setattr(flight.attempt.merge, "add", lambda *_: 1 // 0)
         await it.say("prefill-0", broken_spec, 0, [10])
         await it.say("prefill-0", fine_spec, 0, [10])
         assert (type(broken.error), str(broken.error)) == (RequestFailedError, "internal error")
@@ -653,7 +660,7 @@ async def test_a_backlog_does_not_starve_consumers():
         await it.say("prefill-0", spec, 0, [1])
         for index in range(1, 800):
             output = RequestOutput(spec.request_id, 0, index, (1,))
-            it.control.inbox.put_nowait(("decode-0", step(output, sequence=index)))
+            it.control.inbox.put_nowait(("decode-0", step(output, sequence=index + 1)))  # 1 was the reservation
         for _ in range(100):
             await asyncio.sleep(0)
         assert 20 < len(client.tokens) < 800  # read while the backlog is being worked off
@@ -687,7 +694,7 @@ async def test_the_observer_hears_of_a_request_that_is_cut():
         it.clock.now += 1.5
         await it.say("prefill-0", spec, 0, [10], events=PREFILL_READINGS)
         await client.leave()
-        assert it.recorder.outcomes[0].phases == Phases(dispatch_s=0.0, queue_s=0.25, prefill_s=0.75)
+        assert it.recorder.outcomes[0].phases == Phases(dispatch_s=0.0, queue_s=0.25, prefill_s=0.75, kv_reserve_s=0.0)
 
 
 @in_loop

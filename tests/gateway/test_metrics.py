@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 from gateway.backend import RequestFailedError, TokenDelta
+from gateway.failover import RetryReason
 from gateway.metrics import Metrics, RequestTimer
+from gateway.observer import Phases, RequestOutcome
 from gateway.worker import Worker
 from kvtransfer.messages import PROTOCOL_VERSION, EndReason, Fingerprint, Hello, KvLayout, Limits, Load, Role
 from tests.gateway.http_world import ids_of, make_world, saying
@@ -66,6 +68,24 @@ def test_requests_are_counted_by_their_end():
     assert values["kvsplice:e2e_request_latency_seconds_count"] == 3
     assert values["kvsplice:time_to_first_token_seconds_count"] == 4
     assert values["kvsplice:generation_tokens_total"] == 2 * (len(ids_of("hello world")) + 1) + 2 + 1
+
+
+def test_retries_are_counted_by_reason_and_a_hand_off_has_its_gap():
+    metrics = Metrics()
+    for reason in (RetryReason.DECODE_LOST, RetryReason.DECODE_LOST, RetryReason.OVERLOADED):
+        metrics.on_retry(reason)
+    for gap in (0.25, None):
+        metrics.on_request_end(RequestOutcome("r", EndReason.LENGTH, None, Phases(dispatch_s=0.0), gap))
+    values = values_of(metrics)
+    name = "kvsplice:request_retries_total"
+    assert {key: value for key, value in values.items() if key.startswith(name)} == {
+        f'{name}{{reason="prefill_lost"}}': 0,
+        f'{name}{{reason="decode_lost"}}': 2,
+        f'{name}{{reason="failed"}}': 0,
+        f'{name}{{reason="overloaded"}}': 1,
+    }
+    assert values["kvsplice:handoff_gap_seconds_count"] == 1
+    assert values["kvsplice:handoff_gap_seconds_sum"] == 0.25
 
 
 def test_two_gateways_in_one_process_do_not_share_counts():

@@ -54,6 +54,14 @@ def test_a_request_that_ends_with_its_first_token_has_no_phases_on_decode():
     assert phases == Phases(dispatch_s=0.0, queue_s=0.25, prefill_s=0.75, delivery_s=0.5)
 
 
+def test_what_earlier_attempts_took_is_a_phase_of_its_own():
+    once = Phases.of(0.5, 3.0, PREFILL_READINGS, DECODE_READINGS, is_finished=True)
+    twice = Phases.of(0.5, 10.0, PREFILL_READINGS, DECODE_READINGS, is_finished=True, retry_s=7.0)
+    assert once.retry_s is None
+    assert asdict(twice) == asdict(once) | {"retry_s": 7.0}
+    assert sum_of(twice) == 10.0
+
+
 def test_behind_a_missing_reading_nothing_is_known():
     decode = {event: at for event, at in DECODE_READINGS.items() if event is not LifetimeEvent.SPLICED}
     phases = Phases.of(0.0, 3.0, PREFILL_READINGS, decode, is_finished=True)
@@ -64,15 +72,16 @@ def test_behind_a_missing_reading_nothing_is_known():
 MOMENTS = st.floats(0, 100)
 
 
-@given(sent=MOMENTS, life=MOMENTS, prefill=st.tuples(MOMENTS, MOMENTS), decode=st.tuples(*[MOMENTS] * 5))
-def test_phases_add_up_whatever_two_clocks_say(sent, life, prefill, decode):
+@given(sent=MOMENTS, retry=MOMENTS, life=MOMENTS, prefill=st.tuples(MOMENTS, MOMENTS), decode=st.tuples(*[MOMENTS] * 5))
+def test_phases_add_up_whatever_two_clocks_say(sent, retry, life, prefill, decode):
     """Also where the readings of one worker are beyond those of the other, or beyond the end."""
     first = dict(zip(list(PREFILL_READINGS)[1:], prefill, strict=True))
     second = dict(zip(list(DECODE_READINGS)[1:], decode, strict=True))
-    phases = Phases.of(sent, sent + life, first, second, is_finished=True)
+    end = sent + retry + life
+    phases = Phases.of(sent, end, first, second, is_finished=True, retry_s=retry)
     assert None not in asdict(phases).values()
     assert min(asdict(phases).values()) >= 0.0
-    assert sum_of(phases) == pytest.approx(sent + life)
+    assert sum_of(phases) == pytest.approx(end)
 
 
 def test_each_phase_is_a_histogram_and_one_that_is_not_known_is_not_counted():

@@ -72,6 +72,36 @@ def test_a_missing_role_is_named(prefill, decode, missing):
         choose(prefill, decode, InFlightBook())
 
 
+TWO_P, TWO_D = [worker("prefill-0"), worker("prefill-1")], [worker("decode-0"), worker("decode-1")]
+
+
+@pytest.mark.parametrize(
+    ("suspects", "chosen", "avoids"),
+    [
+        ({"prefill-0"}, ("prefill-1", "decode-0"), True),
+        ({"decode-0"}, ("prefill-0", "decode-1"), True),
+        ({"decode-0", "decode-1"}, ("prefill-0", "decode-0"), False),
+        ({"prefill-0", "prefill-1", "decode-0"}, ("prefill-0", "decode-1"), False),
+    ],
+)
+def test_suspects_are_taken_only_where_there_is_nobody_else(suspects, chosen, avoids):
+    refs = {(worker_id, "g1") for worker_id in suspects}
+    route = choose(TWO_P, TWO_D, InFlightBook(), refs)
+    assert (route.prefill.worker_id, route.decode.worker_id) == chosen
+    assert route.avoids(refs) is avoids
+
+
+def test_another_start_of_a_suspect_is_none():
+    route = choose(TWO_P, TWO_D, InFlightBook(), {("prefill-0", "g0"), ("decode-0", "g0")})
+    assert (route.prefill.worker_id, route.decode.worker_id) == ("prefill-0", "decode-0")
+
+
+def test_prefill_alone_needs_no_decode_worker():
+    route = choose(TWO_P, None, InFlightBook())
+    assert (route.prefill.worker_id, route.decode) == ("prefill-0", None)
+    assert not route.avoids({("prefill-0", "g1")})
+
+
 @given(st.permutations([worker(f"decode-{i}", running=i % 2) for i in range(6)]))
 def test_the_order_of_workers_does_not_matter(workers):
     assert pick(ONE_P, workers) == ("prefill-0", "decode-0")

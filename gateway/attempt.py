@@ -1,0 +1,137 @@
+"""One try at a request: its two workers, and what they have said so far."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gateway.backend import BackendError, InvalidRequestError, OverloadedError, RequestFailedError
+from gateway.failover import RetryReason, SetbackError
+from gateway.merge import InconsistentOutputError, TokenMerge
+from gateway.router import Route
+from gateway.worker import Worker, WorkerRef
+from kvtransfer.messages import (
+    DecodeRequest,
+    DecodeTarget,
+    EndReason,
+    LifetimeEvent,
+    PrefillRequest,
+    PrefillSource,
+    RequestEnd,
+    RequestKey,
+    RequestOutput,
+    RequestSpec,
+    Role,
+)
+
+_FINISHES = frozenset({EndReason.STOP, EndReason.LENGTH})
+
+
+@dataclass(eq=False)
+class Leg:
+    """One worker's part of an attempt. `active`: it has the request and has not ended it, so it is owed a Cancel."""
+
+    worker_id: str
+    generation: str
+    role: Role
+    active: bool = False
+    events: dict[LifetimeEvent, float] = field(default_factory=dict)
+
+    @classmethod
+    def on(cls, worker: Worker) -> "Leg":
+        return cls(worker.worker_id, worker.generation, worker.role)
+
+    @property
+    def ref(self) -> WorkerRef:
+        return (self.worker_id, self.generation)
+
+
+@dataclass(eq=False)
+class Attempt:
+    """(request, attempt) on its workers. `decode` is None if prefill's token is the last. `started_at`: seconds on the
+    gateway's clock."""
+
+    spec: RequestSpec
+    prefill: Leg
+    decode: Leg | None
+    merge: TokenMerge
+    started_at: float
+    _finish: EndReason | None = field(default=None, init=False)
+    _num_final: int | None = field(default=None, init=False)  # output tokens in all, once a worker has finished
+
+    @property
+    def key(self) -> RequestKey:
+        return (self.spec.request_id, self.spec.attempt)
+
+    @property
+    def legs(self) -> tuple[Leg, ...]:
+        return (self.prefill,) if self.decode is None else (self.prefill, self.decode)
+
+    @property
+    def active_legs(self) -> tuple[Leg, ...]:
+        return tuple(leg for leg in self.legs if leg.active)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether no worker can turn the request away any more."""
+        return self.decode is None or LifetimeEvent.RESERVED in self.decode.events or self.merge.has_spoken(Role.DECODE)
+
+    @property
+    def finish(self) -> EndReason | None:
+        """Set once all tokens are known: decode may end before prefill's token is here."""
+        return None if self._num_final is None or self.merge.length < self._num_final else self._finish
+
+    def leg_on(self, worker: Worker) -> Leg | None:
+        """This worker's part, if it has one that is not over."""
+        return next((leg for leg in self.active_legs if leg.ref == worker.ref), None)
+
+    def needs(self, leg: Leg) -> bool:
+        """Whether it can't go on without this worker. Once decode speaks it has all of the KV, so prefill may go."""
+        return leg is not self.prefill or self.merge.num_new == 0 or not self.merge.has_spoken(Role.DECODE)
+
+    def receive(self, leg: Leg, output: RequestOutput) -> None:
+        """Takes a worker's output. Raises SetbackError if the attempt is over, BackendError if the request is."""
+        leg.events.update(output.events)
+        leg.active = leg.active and output.end is None
+        self.merge.add(leg.role, output.start, output.token_ids)
+        if output.end is not None:
+            self._on_end(leg, output, output.end)
+        if self._num_final is not None and self.merge.length > self._num_final:
+            raise InconsistentOutputError("output tokens came after the end")
+
+    def loss_of(self, leg: Leg) -> SetbackError:
+        """What it means that a worker which is needed has gone."""
+        reason = RetryReason.PREFILL_LOST if leg is self.prefill else RetryReason.DECODE_LOST
+        error = RequestFailedError(f"the {leg.role.value} worker of the request was lost")
+        return SetbackError(reason, error, [leg.ref])
+
+    def requests(self, route: Route) -> Iterator[tuple[Leg, PrefillRequest | DecodeRequest]]:
+        """What each worker is told; a request of one more token is prefill's alone."""
+        if self.decode is None or route.decode is None:
+            yield self.prefill, PrefillRequest(self.spec, target=None)
+            return
+        kv_endpoint = route.decode.hello.kv_endpoint
+        assert kv_endpoint is not None, f"decode worker {self.decode.worker_id} was let in without a KV endpoint"
+        yield self.prefill, PrefillRequest(self.spec, DecodeTarget(*self.decode.ref, kv_endpoint))
+        yield self.decode, DecodeRequest(self.spec, PrefillSource(*self.prefill.ref))
+
+    def _on_end(self, leg: Leg, output: RequestOutput, end: RequestEnd) -> None:
+        if end.reason in _FINISHES:
+            self._finish, self._num_final = end.reason, output.start + len(output.token_ids)
+        elif end.reason is EndReason.HANDED_OVER and leg is self.prefill and self.decode is not None:
+            return
+        elif self.needs(leg):
+            raise self._trouble(leg, end)
+
+    def _trouble(self, leg: Leg, end: RequestEnd) -> SetbackError | BackendError:
+        """A worker's end as the request's. Only a rejection's text is the worker's: it is written for the client.
+
+        Whoever says that it failed may have been failed by the other, so both are suspects.
+        """
+        if end.reason is EndReason.REJECTED:
+            return InvalidRequestError(end.message or "the request can not be served by this model")
+        if end.reason is EndReason.OVERLOADED:
+            busy = OverloadedError("the workers are at their limit; try again later")
+            return SetbackError(RetryReason.OVERLOADED, busy, [leg.ref])
+        error = RequestFailedError("a worker could not finish the request")
+        if end.reason is EndReason.HANDED_OVER:  # to nobody: a worker that breaks the protocol would do so again
+            return error
+        return SetbackError(RetryReason.FAILED, error, [leg.ref for leg in self.legs])
