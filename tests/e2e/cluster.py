@@ -161,6 +161,18 @@ class Cluster:
         wait_until(self.pools_are_empty, within_s=within_s, what="both pools are empty")
 
 
+def assert_unavailable(cluster: Cluster, *, missing: str, present: str) -> None:
+    """Both /health and a call say 503, and which role is missing."""
+    health = cluster.health()
+    assert health is not None
+    assert health.status_code == 503
+    assert missing in health.text
+    assert present not in health.text
+    response = cluster.http.post("/v1/completions", json={"model": MODEL_NAME, "prompt": [10, 11]})
+    assert response.status_code == 503
+    assert missing in response.json()["error"]["message"]
+
+
 @contextmanager
 def running_cluster(flags: ClusterFlags, folder: Path) -> Iterator[Cluster]:
     """All three roles, ready. At the end each must go by itself; the logs are shown if anything failed."""

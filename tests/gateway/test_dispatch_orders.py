@@ -28,7 +28,7 @@ STREAM_LIMIT = 6
 FIRST_TOKEN_TIMEOUT_S = 20
 FAILOVER_TIMEOUT_S = 8
 LONGEST_DELAY_S = 4.0
-"""With workers of both roles there, a request that may go on does so within this: silence is noticed after 2 s, ticks and
+"""With workers of both roles there, a request that may go on does so within this: silence is noticed after 2 s, and the
 delays of retries come on top."""
 FAULTS = [EndReason.FAILED, EndReason.OVERLOADED, EndReason.REJECTED, EndReason.CANCELLED]
 LOSSES = ["silence", "goodbye", "malformed", "restart"]
