@@ -39,8 +39,8 @@ def test_a_client_that_leaves_before_a_whole_answer_gives_its_blocks_back(health
 
 
 def test_one_token_never_needs_decode(healthy):
-    """With the decode process stopped by a signal, one token still comes. Three need it: once decode is given up, prefill
-    alone can do the one that is missing of two, but no more."""
+    """With the decode process stopped by a signal, one token still comes. Three need it: once decode is given up,
+    prefill alone can do the one that is missing of two, but no more."""
     complete(healthy.http, PROMPT, max_tokens=2)
     healthy[DECODE].send(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
