@@ -63,6 +63,7 @@ class Failover:
     suspects: set[WorkerRef] = field(default_factory=set)
     _setback: SetbackError | None = None
     _since: float = 0.0
+    _is_pending: bool = False  # the next attempt has not begun yet
     _only_elsewhere: bool = False  # the client may still be told to come back later, which is the better answer
 
     def on_setback(self, setback: SetbackError, now: float, *, has_streamed: bool) -> BackendError | None:
@@ -76,7 +77,13 @@ class Failover:
         if self.num_retries >= self.settings.max_retries:
             return self._after_all_retries(setback.error)
         self.num_retries += 1
+        self._is_pending = True
         return None
+
+    def begun(self) -> RetryReason | None:
+        """An attempt is on its workers: why it was needed, None if it is the first."""
+        was_pending, self._is_pending = self._is_pending, False
+        return self._setback.reason if self._setback and was_pending else None
 
     def may_start(self, now: float, *, elsewhere: bool) -> bool:
         """Whether the next attempt may begin on workers that are there; `elsewhere`: none of them is a suspect."""

@@ -83,6 +83,10 @@ class Flight:
         return () if self.attempt is None else self.attempt.merge.tokens
 
     @property
+    def num_attempts(self) -> int:
+        return 0 if self.attempt is None else self.attempt.spec.attempt + 1
+
+    @property
     def num_total(self) -> int:
         """Tokens of the prompt and of the longest output."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens
@@ -158,8 +162,7 @@ class Flight:
         return RequestOutcome(self.request_id, finish, error, phases, self._handoff_gap_s)
 
     def _next_spec(self) -> RequestSpec:
-        number = 0 if self.attempt is None else self.attempt.spec.attempt + 1
-        return RequestSpec(self.request_id, number, self.prompt_token_ids, self.sampling, tuple(self.tokens))
+        return RequestSpec(self.request_id, self.num_attempts, self.prompt_token_ids, self.sampling, tuple(self.tokens))
 
     def _note_handoff(self, now: float) -> None:
         """The gap between tokens 0 and 1, if one attempt gave both: anything else is not a hand-over's time."""

@@ -63,6 +63,8 @@ class Flights:
                 flight.num_total if leg.role is Role.DECODE else len(flight.prompt_token_ids) + len(flight.tokens)
             )
             self.book.add(leg.worker_id, flight.request_id, num_tokens)
+        if reason := flight.failover.begun():
+            self._audience.tell(lambda observer: observer.on_retry(reason))
         return None
 
     def on_output(self, worker: Worker, output: RequestOutput) -> None:
@@ -158,10 +160,9 @@ class Flights:
         if error is not None:
             self.end(flight, error=error)
             return
-        logger.warning("request %s, retry %d: %s", flight.request_id, flight.failover.num_retries, setback)
+        logger.warning("request %s has lost attempt %d: %s", flight.request_id, flight.num_attempts, setback)
         self._recall(flight)
         flight.move(FlightState.WAITING)
-        self._audience.tell(lambda observer: observer.on_retry(setback.reason))
 
     def _recall(self, flight: Flight) -> None:
         """Whoever still has the attempt is told that nobody waits for it."""

@@ -59,7 +59,9 @@ class Metrics:
         self._handoff_gap = self._histogram(
             "handoff_gap_seconds", "Gap between prefill's token and decode's first, at the gateway.", _SHORT_S
         )
-        self._retries = self._counter("request_retries", "Attempts that were lost and tried again.", ("reason",))
+        self._retries = self._counter(
+            "request_retries", "Further attempts of requests, by what ended the one before.", ("reason",)
+        )
         for retry_reason in RetryReason:
             self._retries.labels(retry_reason.value)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests with a first token.")
@@ -103,7 +105,7 @@ class Metrics:
             self._handoff_gap.observe(outcome.handoff_gap_s)
 
     def on_retry(self, reason: RetryReason) -> None:
-        """A request has lost an attempt and gets another one."""
+        """A request that had lost an attempt has got another one."""
         self._retries.labels(reason.value).inc()
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:

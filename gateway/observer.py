@@ -105,7 +105,7 @@ class DispatchObserver(Protocol):
         ...
 
     def on_retry(self, reason: RetryReason) -> None:
-        """A request has lost an attempt and gets another one."""
+        """A request that had lost an attempt has got another one."""
         ...
 
 

@@ -79,6 +79,27 @@ def test_a_stream_whose_worker_does_not_come_back_gets_one_error(stopped):
     assert streaming.num_done == 0
 
 
+# --- overload ----------------------------------------------------------------------------------------
+
+
+def test_a_full_decode_worker_is_a_429_and_not_a_stream_that_breaks(stopped):
+    """One request runs, one waits for its place; the third is turned away at once, although prefill has its token."""
+    stopped.start_all(order=(GATEWAY, PREFILL))
+    stopped.start(DECODE, "--max-num-seqs", "1", "--max-waiting", "1")
+    stopped.wait_ready()
+    with ThreadPoolExecutor(1) as pool, Streaming(stopped, max_tokens=1500) as running:
+        waiting = pool.submit(stream, stopped.http, [20, 21], max_tokens=3, ignore_eos=True)
+        in_line = {"role": DECODE, "worker": f"{DECODE}-0"}
+        wait_until(lambda: stopped.gauge("num_requests_waiting", **in_line) == 1, within_s=5.0, what="one waits")
+        refused = stopped.http.post("/v1/completions", json=body_of([30, 31], max_tokens=3, stream=True))
+        assert running.ended_at is None
+        assert not waiting.done()
+    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "overloaded_error")
+    assert refused.headers["retry-after"]
+    assert (running.errors, waiting.result().num_tokens) == ([], 3)
+    assert retries(stopped, "overloaded") == 0
+
+
 # --- stopping on purpose -----------------------------------------------------------------------------
 
 

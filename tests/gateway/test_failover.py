@@ -91,7 +91,7 @@ async def test_the_only_decode_worker_may_come_back():
         client, _ = await streaming(it, max_tokens=4)
         await it.hear("decode-0", Goodbye("g1", "bye"))
         await it.pass_time(20, {"prefill-0": "g1"})
-        assert (client.error, it.dispatcher.in_flight) == (None, 1)
+        assert (client.error, it.dispatcher.in_flight, it.recorder.retries) == (None, 1, [])
         await it.join("decode-0", generation="g2")
         spec = it.spec("decode-0", DecodeRequest)
         assert (spec.attempt, spec.output_token_ids) == (1, (10, 11))
@@ -355,6 +355,7 @@ async def test_an_overload_before_anything_was_streamed_is_told_at_once(worker_i
             await it.say("prefill-0", spec, 0, [10])
         await it.say(worker_id, spec, 0, end=EndReason.OVERLOADED)
         assert (type(client.error), client.error.status, client.tokens) == (OverloadedError, 429, [])
+        assert it.recorder.retries == []
         it.assert_empty()
 
 
