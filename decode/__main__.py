@@ -3,15 +3,17 @@
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from decode.config import DecodeConfig
 from decode.scheduler import DecodeLimits, DecodeScheduler
 from decode.worker import DecodeRole, PoolSink
-from engine.assembly import Engine, assemble, introduce
+from engine.assembly import Engine, assemble, introduce, key_name_of, worker_id_of
 from engine.startup import failures_in_one_line
 from kvtransfer.addresses import endpoint
-from kvtransfer.channel import KvListener, endpoint_port
+from kvtransfer.channel import ControlClient, KvListener, endpoint_port
 from kvtransfer.control import GatewayLinks, LinkTiming
+from kvtransfer.curve import CurveKeys, load_keys
 from kvtransfer.logs import configure_logging
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Role
@@ -33,15 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(config.log_level)
     exit_on_signals()
     with failures_in_one_line(PROG):
-        listener = KvListener(config.kv_host, config.kv_port)
+        worker_id = worker_id_of(config, Role.DECODE)
+        keys = load_keys(config.curve_dir, key_name_of(config, Role.DECODE), worker_id)
+        listener = KvListener(config.kv_host, config.kv_port, keys)
         engine = assemble(
             config, resolve_model(config.model), config.max_num_batched_tokens, record_decode=not config.enforce_eager
         )
         settle_memory()
-        return build(config, engine, listener).run()
+        return build(config, engine, listener, keys).run()
 
 
-def build(config: DecodeConfig, engine: Engine, listener: KvListener) -> Worker:
+def build(config: DecodeConfig, engine: Engine, listener: KvListener, keys: CurveKeys | None) -> Worker:
     """The worker around an engine, not started yet; signals go to its loop from here on."""
     inbox: Mailbox[WorkerEvent] = Mailbox()
     kv_endpoint = endpoint(config.kv_dial_host, endpoint_port(listener.endpoint))
@@ -63,8 +67,9 @@ def build(config: DecodeConfig, engine: Engine, listener: KvListener) -> Worker:
         limits=ReceiverLimits(config.kv_window_mib << 20, config.lease_s),
         events=inbox,
     )
+    dial = partial(ControlClient, security=keys)
     timing = LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s)
-    links = GatewayLinks(hello, config.gateway, timing, inbox, config.max_waiting)
+    links = GatewayLinks(hello, config.gateway, timing, inbox, config.max_waiting, dial)
     stop_on_signals(inbox)
     return Worker(DecodeRole(engine, scheduler, receiver), links, inbox, config.shutdown_timeout_s)
 

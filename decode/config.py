@@ -24,6 +24,12 @@ class DecodeConfig(EngineConfig):
         metavar="HOST",
         default_text="the same as --kv-host",
     )
+    insecure: bool = setting(
+        False,
+        "Allow sockets without keys on addresses that other machines can reach: whoever reaches them is taken at his "
+        "word, and all is sent in clear.",
+        group="network",
+    )
     kv_window_mib: int = setting(
         16, "KV of one request that may be on its way at once, in MiB.", group="network", ge=1, le=4096
     )
@@ -44,7 +50,7 @@ class DecodeConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_private_bind("--kv-host", self.kv_host, self.insecure)
+        check_private_bind("--kv-host", self.kv_host, self.curve_dir, self.insecure)
         check_host("--kv-advertise-host", self.kv_dial_host)
         if is_wildcard(self.kv_dial_host):
             raise SettingsError(f"--kv-advertise-host is needed: prefill workers cannot dial {self.kv_dial_host}")

@@ -79,7 +79,7 @@ def introduce(config: EngineConfig, role: Role, engine: Engine, kv_endpoint: str
     return Hello(
         protocol=PROTOCOL_VERSION,
         role=role,
-        worker_id=config.worker_id or default_worker_id(role, socket.gethostname(), os.getpid()),
+        worker_id=worker_id_of(config, role),
         generation=secrets.token_hex(8),
         fingerprint=engine.fingerprint,
         layout=engine.layout,
@@ -88,6 +88,16 @@ def introduce(config: EngineConfig, role: Role, engine: Engine, kv_endpoint: str
     )
 
 
-def default_worker_id(role: Role, host: str, pid: int) -> str:
+def key_name_of(config: EngineConfig, role: Role) -> str:
+    """Name of the key that this process connects with, if there are keys."""
+    return config.curve_name or role.value
+
+
+def worker_id_of(config: EngineConfig, role: Role) -> str:
+    """The name of this process in the cluster, the same at each call."""
+    return config.worker_id or default_worker_id(key_name_of(config, role), socket.gethostname(), os.getpid())
+
+
+def default_worker_id(prefix: str, host: str, pid: int) -> str:
     """A name for the wire; whatever a host name may hold beyond letters and digits becomes a dash."""
-    return f"{role.value}-{re.sub('[^A-Za-z0-9-]', '-', host)[:64]}-{pid}"
+    return f"{prefix}-{re.sub('[^A-Za-z0-9-]', '-', host)[:64]}-{pid}"

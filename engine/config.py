@@ -83,11 +83,20 @@ class EngineConfig(Settings):
         group="network",
         metavar="tcp://HOST:PORT",
     )
-    insecure: bool = setting(
-        False,
-        "Allow sockets between our processes on addresses that other machines can reach. They have no authentication "
-        "or encryption yet: use a private network.",
+    curve_dir: str | None = setting(
+        None,
+        "Folder with the keys of our processes, made by `kvsplice keys`: all connections between them are encrypted, "
+        "and take known keys alone.",
         group="network",
+        metavar="DIR",
+        default_text="no keys, connections in clear",
+    )
+    curve_name: str | None = setting(
+        None,
+        "Name of this worker's own key; its worker id must be this name, or begin with it and a dash.",
+        group="network",
+        metavar="NAME",
+        default_text="the role",
     )
     worker_id: str | None = setting(
         None,
@@ -134,6 +143,8 @@ class EngineConfig(Settings):
             check_endpoint("--gateway", address)
         if self.worker_id is not None and not re.fullmatch(NAME_PATTERN, self.worker_id):
             raise SettingsError("--worker-id takes 1 to 128 letters, digits and _.:-")
+        if self.curve_name is not None and self.curve_dir is None:
+            raise SettingsError("--curve-name names a key in --curve-dir, which is missing")
         if self.gateway_dead_after_s <= self.heartbeat_interval_s:
             raise SettingsError("--gateway-dead-after-s must be longer than --heartbeat-interval-s")
 

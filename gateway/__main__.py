@@ -23,6 +23,7 @@ from gateway.metrics import Metrics
 from gateway.server import make_server
 from gateway.tokenizer import Tokenizer
 from kvtransfer.channel import ControlServer
+from kvtransfer.curve import GATEWAY_KEY, CurveKeys, load_keys
 from kvtransfer.errors import SettingsError
 from kvtransfer.logs import configure_logging
 from kvtransfer.settings import one_line_errors, parse
@@ -41,10 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(config.log_level)
     exit_on_signals()
     with one_line_errors(PROG):
+        keys = load_keys(config.curve_dir, GATEWAY_KEY)
         listener = _listen(config.host, config.port)
         tokenizer = Tokenizer.load(str(resolve_model(config.model, weights=False)))
         stop = StopSignals()
-        return asyncio.run(_run(config, tokenizer, listener, stop))
+        return asyncio.run(_run(config, tokenizer, listener, stop, keys))
 
 
 class StopSignals:
@@ -71,9 +73,11 @@ class StopSignals:
             self._server.should_exit = True
 
 
-async def _run(config: GatewayConfig, tokenizer: Tokenizer, listener: socket.socket, stop: StopSignals) -> int:
+async def _run(
+    config: GatewayConfig, tokenizer: Tokenizer, listener: socket.socket, stop: StopSignals, keys: CurveKeys | None
+) -> int:
     """Serves HTTP and workers until the server is told to stop (0) or the control plane dies (1)."""
-    control = ControlServer(config.control_host, config.control_port)
+    control = ControlServer(config.control_host, config.control_port, keys)
     metrics = Metrics()
     cluster = Cluster(secrets.token_hex(8), _cluster_settings(config, tokenizer))
     dispatcher = Dispatcher(cluster, _dispatch_settings(config), observer=metrics)

@@ -24,7 +24,8 @@ from msgspec import structs
 from gateway.backend import ClusterStatus
 from gateway.handshake import identity_fault, peer_fault, vocabulary_fault
 from gateway.worker import Worker
-from kvtransfer.errors import MessageError, SettingsError
+from kvtransfer.errors import IdentityError, MessageError, SettingsError
+from kvtransfer.link_name import worker_of
 from kvtransfer.messages import (
     GatewayBeat,
     GatewayToWorker,
@@ -130,19 +131,19 @@ class Cluster:
         return ClusterStatus(ready=not reasons, reasons=reasons, max_model_len=max_model_len)
 
     def receive(self, sender: str, message: WorkerToGateway | MessageError, now: float) -> Reaction:
-        """Takes one message (or what was wrong with its bytes) from the connection with routing id `sender`."""
+        """Takes one message (or what was wrong with it) that came on the connection named `sender`."""
         if isinstance(message, MessageError):
-            return self._on_malformed(sender)
+            return self._on_malformed(sender, message)
         if isinstance(message, Hello):
             return self._on_hello(sender, message, now)
-        worker = self._workers.get(sender)
+        worker = self._on_link(sender)
         if worker is None or worker.generation != message.generation:
             return self._on_stranger(sender, message.generation)
         if isinstance(message, Goodbye):
             self._retire(worker, "it has said goodbye")
-            return Reaction(departed=self.drop(sender, f"left: {message.reason}"))
+            return Reaction(departed=self.drop(worker.worker_id, f"left: {message.reason}"))
         if worker.has_lost(message):
-            return Reaction(reply=Reintroduce(self.epoch), departed=self.drop(sender, "messages were lost"))
+            return Reaction(reply=Reintroduce(self.epoch), departed=self.drop(worker.worker_id, "messages were lost"))
         if isinstance(message, Heartbeat):
             return self._update(worker.after(message, now))
         if isinstance(message, StepOutput):
@@ -173,6 +174,11 @@ class Cluster:
             self._update(replace(worker, is_stalled=True))
         return Tick(tuple(departed), tuple(stalled), self._due_beats(now))
 
+    def link_to(self, worker_id: str) -> str | None:
+        """Name of the connection of a live worker."""
+        worker = self._workers.get(worker_id)
+        return None if worker is None else worker.link
+
     def beat_to(self, worker_id: str) -> GatewayBeat:
         """Our sign of life for a live worker."""
         return GatewayBeat(self.epoch, self._workers[worker_id].num_sent)
@@ -181,6 +187,15 @@ class Cluster:
         """Forgets a worker; None if it isn't live."""
         worker = self._workers.pop(worker_id, None)
         return None if worker is None else Departure(worker, reason)
+
+    def drop_sender(self, sender: str, reason: str) -> Departure | None:
+        """Forgets the live worker behind a connection, if there is one."""
+        worker = self._on_link(sender)
+        return None if worker is None else self.drop(worker.worker_id, reason)
+
+    def _on_link(self, sender: str) -> Worker | None:
+        worker = self._workers.get(worker_of(sender))
+        return worker if worker is not None and worker.link == sender else None
 
     def _require(self, worker_id: str, reason: str) -> Departure:
         departure = self.drop(worker_id, reason)
@@ -191,27 +206,29 @@ class Cluster:
         self._workers[worker.worker_id] = worker
         return Reaction(worker=worker)
 
-    def _on_malformed(self, sender: str) -> Reaction:
+    def _on_malformed(self, sender: str, error: MessageError) -> Reaction:
         self.num_malformed += 1
-        refused = Refused("malformed message; run the same release everywhere")
-        return Reaction(reply=refused, departed=self.drop(sender, "sent a malformed message"))
+        is_identity = isinstance(error, IdentityError)
+        refused = Refused(str(error) if is_identity else "malformed message; run the same release everywhere")
+        return Reaction(reply=refused, departed=self.drop_sender(sender, "sent a malformed message"))
 
     def _on_stranger(self, sender: str, generation: str) -> Reaction:
         """A worker that has said goodbye is let go in peace; any other is asked who it is."""
-        is_leaving = (sender, generation) in self._retired and sender not in self._workers
+        worker_id = worker_of(sender)
+        is_leaving = (worker_id, generation) in self._retired and worker_id not in self._workers
         return Reaction() if is_leaving else Reaction(reply=Reintroduce(self.epoch))
 
     def _on_hello(self, sender: str, hello: Hello, now: float) -> Reaction:
-        holder = self._workers.get(sender)
+        holder = self._on_link(sender)
         if holder is not None and holder.hello == hello:
             self._update(holder.heard(now))
             return Reaction(reply=self._welcome(hello))  # said again before our Welcome came through
         fault = self._fault_of(sender, hello)
         if fault is not None:
             return Reaction(reply=Refused(fault))
-        departed = self._replace(sender, hello)
-        worker = Worker(hello=hello, heard_at=now, progress_at=now)
-        self._workers[sender] = worker
+        departed = self._replace(hello)
+        worker = Worker(hello=hello, link=sender, heard_at=now, progress_at=now)
+        self._workers[worker.worker_id] = worker
         return Reaction(reply=self._welcome(hello), departed=departed, joined=worker)
 
     def _welcome(self, hello: Hello) -> Welcome:
@@ -221,7 +238,7 @@ class Cluster:
         """Why this introduction is refused; whoever holds the id keeps it."""
         checks: tuple[Callable[[], str | None], ...] = (
             lambda: identity_fault(sender, hello),
-            lambda: self._registry_fault(hello),
+            lambda: self._registry_fault(sender, hello),
             lambda: vocabulary_fault(hello.fingerprint, self._settings.tokenizer_vocab_size),
             lambda: self._model_fault(hello),
         )
@@ -233,24 +250,26 @@ class Cluster:
         peer = next(others, None)
         return None if peer is None else peer_fault(hello, peer.hello)
 
-    def _registry_fault(self, hello: Hello) -> str | None:
+    def _registry_fault(self, sender: str, hello: Hello) -> str | None:
         retired = self._retired.get((hello.worker_id, hello.generation))
         if retired is not None:
             return f"this start of worker {hello.worker_id} is over: {retired}"
         holder = self._workers.get(hello.worker_id)
         if holder is not None and holder.role is not hello.role:
             return f"worker id {hello.worker_id} belongs to a live {holder.role.value} worker; choose another"
+        if holder is not None and holder.generation == hello.generation and holder.link != sender:
+            return f"this start of worker {hello.worker_id} is connected under another name"
         if holder is None and len(self._workers) >= self._settings.max_workers:
             return f"the gateway has {len(self._workers)} workers already, at most {self._settings.max_workers}"
         return None
 
-    def _replace(self, worker_id: str, hello: Hello) -> Departure | None:
+    def _replace(self, hello: Hello) -> Departure | None:
         """The holder of the id makes room. The same generation introduces itself anew if it had given us up: then it
         has dropped what it had of ours, as a new start would."""
-        holder = self._workers.get(worker_id)
+        holder = self._workers.get(hello.worker_id)
         if holder is not None and holder.generation != hello.generation:
             self._retire(holder, "a newer worker has the same id; choose another id")
-        return self.drop(worker_id, "started anew")
+        return self.drop(hello.worker_id, "started anew")
 
     def _retire(self, worker: Worker, reason: str) -> None:
         self._retired[worker.worker_id, worker.generation] = reason

@@ -47,10 +47,18 @@ class GatewayConfig(Settings):
     )
     control_host: str = setting("127.0.0.1", "Address that workers dial.", group="network", metavar="HOST")
     control_port: int = setting(8790, "Port that workers dial.", group="network", ge=1, le=65535)
+    curve_dir: str | None = setting(
+        None,
+        "Folder with the keys of our processes, made by `kvsplice keys`: all connections between them are encrypted, "
+        "and take known keys alone.",
+        group="network",
+        metavar="DIR",
+        default_text="no keys, connections in clear",
+    )
     insecure: bool = setting(
         False,
-        "Allow sockets between our processes on addresses that other machines can reach. They have no authentication "
-        "or encryption yet: use a private network.",
+        "Allow sockets without keys on addresses that other machines can reach: whoever reaches them is taken at his "
+        "word, and all is sent in clear.",
         group="network",
     )
     max_body_bytes: int = setting(8 << 20, "Largest request body, in bytes.", group="bounds", ge=1024, le=1 << 30)
@@ -98,7 +106,7 @@ class GatewayConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_host("--host", self.host)
-        check_private_bind("--control-host", self.control_host, self.insecure)
+        check_private_bind("--control-host", self.control_host, self.curve_dir, self.insecure)
         if self.port == self.control_port:
             raise SettingsError(f"--port and --control-port are both {self.port}: they need a port each")
         if len(set(self.served_model_name)) != len(self.served_model_name):

@@ -33,6 +33,7 @@ from gateway.stream import TokenStream
 from gateway.worker import Worker
 from kvtransfer.complaints import Complaints
 from kvtransfer.errors import MessageError, SettingsError
+from kvtransfer.link_name import worker_of
 from kvtransfer.messages import (
     Cancel,
     DecodeRequest,
@@ -51,11 +52,11 @@ class ControlLink(Protocol):
     """The gateway's end of the control channel."""
 
     async def receive(self) -> tuple[str, WorkerToGateway | MessageError]:
-        """The next message with the worker id it came from, or what was wrong with its bytes."""
+        """The next message with the name of the connection it came on, or what was wrong with it."""
         ...
 
-    def send(self, worker_id: str, message: GatewayToWorker) -> bool:
-        """False if the peer is unknown or its queue is full."""
+    def send(self, name: str, message: GatewayToWorker) -> bool:
+        """False if there is no connection of this name or its queue is full."""
         ...
 
 
@@ -208,7 +209,8 @@ class Dispatcher(Backend):
             self._handle(sender, message)
         except Exception:
             logger.exception("worker %r: its message could not be handled", sender)
-            self._drop(sender, "its message could not be handled")
+            if departure := self._cluster.drop_sender(sender, "its message could not be handled"):
+                self._on_departure(departure)
         self._placement.place_waiting()
 
     def _handle(self, sender: str, message: WorkerToGateway | MessageError) -> None:
@@ -218,16 +220,19 @@ class Dispatcher(Backend):
         if reaction.departed is not None:
             self._on_departure(reaction.departed)
         if reaction.joined is not None:
-            self._complaints.settle(sender)
+            self._complaints.settle(reaction.joined.worker_id)
             self._on_worker_change(reaction.joined, "joined", logging.INFO)
         if reaction.worker is not None:
             for output in reaction.outputs:
                 self._flights.on_output(reaction.worker, output)
 
-    def _reply(self, worker_id: str, reply: GatewayToWorker) -> None:
+    def _reply(self, sender: str, reply: GatewayToWorker) -> None:
+        """On the connection that was spoken on, whoever is live under that worker id."""
+        worker_id = worker_of(sender)
         if isinstance(reply, Refused) and self._complaints.is_news(worker_id, reply.reason, self._clock()):
             logger.warning("worker %r is refused: %s", worker_id, reply.reason)
-        self._send(worker_id, reply)
+        if self._control is not None:
+            self._control.send(sender, reply)
 
     def _drop(self, worker_id: str, reason: str) -> None:
         """Gives a worker up, if it is live."""
@@ -243,12 +248,13 @@ class Dispatcher(Backend):
 
     def _send(self, worker_id: str, message: GatewayToWorker) -> bool:
         """Numbers what a live worker must not miss; one that isn't live gets none of it."""
-        if self._control is None:
+        link = self._cluster.link_to(worker_id)
+        if self._control is None or link is None:
             return False
         if not isinstance(message, PrefillRequest | DecodeRequest | Cancel):
-            return self._control.send(worker_id, message)
+            return self._control.send(link, message)
         numbered = self._cluster.numbered(worker_id, message)
-        if numbered is None or not self._control.send(worker_id, numbered):
+        if numbered is None or not self._control.send(link, numbered):
             return False
         self._cluster.note_sent(worker_id)
         return True

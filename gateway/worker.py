@@ -17,6 +17,7 @@ class Worker:
     """Who it said it is, the last that was heard of it, and the numbers of what went either way since its Welcome."""
 
     hello: Hello
+    link: str  # name of its connection: where replies go
     heard_at: float
     progress_at: float  # when `progress` last moved; an idle engine moves it too
     progress: int = 0

@@ -36,13 +36,16 @@ def check_host(flag: str, host: str) -> None:
         raise SettingsError(f"{flag} must be a host name or an IP address, without scheme or port")
 
 
-def check_private_bind(flag: str, host: str, insecure: bool) -> None:
-    """Raises SettingsError if a socket between our processes would be open to other machines without consent."""
+def check_private_bind(flag: str, host: str, curve_dir: str | None, insecure: bool) -> None:
+    """Raises SettingsError if a socket between our processes would be open to other machines without keys or consent,
+    and if both are given."""
     check_host(flag, host)
-    if not insecure and not is_loopback(host):
+    if insecure and curve_dir is not None:
+        raise SettingsError("--insecure is for sockets without keys, and --curve-dir gives them keys: say one of them")
+    if not insecure and curve_dir is None and not is_loopback(host):
         raise SettingsError(
-            f"{flag}={host} can be reached from other machines, and this socket has no authentication or encryption "
-            "yet: bind it to a private network and say --insecure"
+            f"{flag}={host} can be reached from other machines, and without keys this socket takes anybody: give it "
+            "keys by --curve-dir (`kvsplice keys` makes them), or bind it to a private network and say --insecure"
         )
 
 

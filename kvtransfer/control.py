@@ -23,6 +23,7 @@ from kvtransfer.channel import ControlClient
 from kvtransfer.complaints import Complaints
 from kvtransfer.errors import MessageError
 from kvtransfer.gateway_link import GatewayLink, LinkState
+from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import (
     Cancel,
@@ -119,7 +120,7 @@ class GatewayLinks:
     """Runs the control plane of one worker in a thread of its own.
 
     `inbox` takes what the engine has to know; while `max_pending` items wait there, new requests are turned away.
-    `send` and `report` are safe from the engine's thread. `dial` connects a worker id to the gateways.
+    `send` and `report` are safe from the engine's thread. `dial` connects to the gateways under a name.
     """
 
     hello: Hello
@@ -135,7 +136,7 @@ class GatewayLinks:
         self._report = Report(0, Load(0, 0, 0.0))
         self._links = {endpoint: GatewayLink(endpoint) for endpoint in self.gateways}
         self._complaints = Complaints()
-        self._client = self.dial(self.hello.worker_id, self.gateways)
+        self._client = self.dial(new_link_name(self.hello.worker_id, self.hello.generation), self.gateways)
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
     def start(self) -> None:

@@ -3,6 +3,7 @@
 TransferError
 ├── ProtocolError        a peer sent something this protocol does not allow; its connection pays, nobody else
 │   └── MessageError     bytes that do not decode into a known message within the limits
+│       └── IdentityError    a message under the name of a worker that the sender's key does not speak for
 └── SettingsError        a flag, an environment variable or a file given by the operator is wrong
 """
 
@@ -17,6 +18,10 @@ class ProtocolError(TransferError):
 
 class MessageError(ProtocolError):
     """Bytes from a peer do not decode into a message."""
+
+
+class IdentityError(MessageError):
+    """A peer goes by the name of a worker that is another's."""
 
 
 class SettingsError(TransferError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvtransfer.incoming import PeerId
 from kvtransfer.layout import describe_mismatch, our_identity
+from kvtransfer.link_name import is_of
 from kvtransfer.messages import Fingerprint, KvHello, KvLayout
 
 MAX_PEERS = 1024
@@ -32,6 +33,8 @@ class PeerBook:
 
     def introduce(self, link: bytes, hello: KvHello, now: float) -> str | None:
         """The sender of `hello` is on `link` from now on, and on no other; or why it is not let in."""
+        if not is_of(link.decode("utf-8", "replace"), hello.worker_id, hello.generation):
+            return "the worker id does not match the name of the connection"
         mismatch = describe_mismatch(self._identity, (hello.protocol, hello.fingerprint, hello.layout))
         if mismatch is not None:
             return mismatch

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvtransfer.channel import KvDialer
+from kvtransfer.curve import CurveKeys
+from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import DecodeTarget, KvHello, RequestKey
 from kvtransfer.send_machine import Abort, FirstToken, KvSource, Open, Ready, SendCommand, SendMachine
@@ -27,10 +29,17 @@ class KvSender:
     `keepalive` in seconds.
     """
 
-    def __init__(self, hello: KvHello, source: KvSource, events: Mailbox[Any], keepalive: float) -> None:
+    def __init__(
+        self,
+        hello: KvHello,
+        source: KvSource,
+        events: Mailbox[Any],
+        keepalive: float,
+        security: CurveKeys | None = None,
+    ) -> None:
         self._idle_wait = keepalive / 4
         self._commands: Mailbox[SendCommand | None] = Mailbox()  # None: stop
-        self._dialer = KvDialer(f"{hello.worker_id}/{hello.generation}")
+        self._dialer = KvDialer(new_link_name(hello.worker_id, hello.generation), security)
         self._machine = SendMachine(hello, source, self._dialer, events.put, keepalive)
         self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
         self._stopping = False

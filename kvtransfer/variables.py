@@ -16,6 +16,8 @@ KNOWN_VARIABLES: Final[frozenset[str]] = frozenset(
         "KVSPLICE_CONTROL_HOST",
         "KVSPLICE_CONTROL_PORT",
         "KVSPLICE_CPU_THREADS",
+        "KVSPLICE_CURVE_DIR",
+        "KVSPLICE_CURVE_NAME",
         "KVSPLICE_DEAD_AFTER_S",
         "KVSPLICE_DECODE",
         "KVSPLICE_DEVICE",

@@ -25,6 +25,7 @@ An LLM server that runs prefill and decode on different GPUs.
   prefill       one worker that turns prompts into KV cache
   decode        one worker that takes KV cache and generates
   fetch-model   bring a model onto this machine
+  keys          make the keys by which our processes know each other
   health        exit code 0 if a gateway is ready, or gives a worker requests, else 1
   flags         the flags of all commands as a table (Markdown)
 
@@ -69,6 +70,18 @@ def _fetch_model(argv: Sequence[str]) -> int:
     config = parse(FetchConfig, argv, os.environ, prog, "Brings a model onto this machine and prints its folder.")
     with one_line_errors(prog), _interruptible():
         print(resolve_model(config.model))
+    return 0
+
+
+def _keys(argv: Sequence[str]) -> int:
+    from launcher.keys import USAGE as KEYS_USAGE
+    from launcher.keys import make_keys
+
+    if {"--help", "-h"} & set(argv):
+        print(KEYS_USAGE, end="")
+        return 0
+    with one_line_errors("kvsplice keys"):
+        print(make_keys(argv), end="")
     return 0
 
 
@@ -120,6 +133,7 @@ COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = MappingProxyType
         "prefill": _role("prefill"),
         "decode": _role("decode"),
         "fetch-model": _fetch_model,
+        "keys": _keys,
         "health": _health,
         "flags": _flags,
     }

@@ -150,6 +150,14 @@ class ServeConfig(Settings):
         default_text="no key needed",
         secret=True,
     )
+    curve_dir: str | None = setting(
+        None,
+        "Folder with the keys of our processes, made by `kvsplice keys`: all connections between them are encrypted, "
+        "and take known keys alone.",
+        group="network",
+        metavar="DIR",
+        default_text="no keys, connections in clear",
+    )
     sample: bool = setting(True, "Stream one sample completion to the terminal when ready.", group="process")
     ready_timeout_s: float = setting(
         600.0, "Seconds that the workers get to load the model and be ready.", group="process", ge=1, le=86400

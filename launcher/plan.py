@@ -84,6 +84,7 @@ def _worker(
         "gateway": (endpoint(LOOPBACK, machine.control_port),),
         "cpu_threads": config.cpu_threads or max(1, machine.cores // len(names)),
         "shutdown_timeout_s": WORKER_DRAIN_S,
+        "curve_name": role if config.curve_dir else None,
     }
     if role == "decode":
         values |= {"kv_host": LOOPBACK, "kv_port": 0, "kv_advertise_host": LOOPBACK}

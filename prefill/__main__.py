@@ -3,10 +3,13 @@
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
-from engine.assembly import Engine, assemble, introduce
+from engine.assembly import Engine, assemble, introduce, key_name_of, worker_id_of
 from engine.startup import failures_in_one_line
+from kvtransfer.channel import ControlClient
 from kvtransfer.control import GatewayLinks, LinkTiming
+from kvtransfer.curve import CurveKeys, load_keys
 from kvtransfer.logs import configure_logging
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import PROTOCOL_VERSION, Hello, KvHello, Role
@@ -30,12 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(config.log_level)
     exit_on_signals()
     with failures_in_one_line(PROG):
+        worker_id = worker_id_of(config, Role.PREFILL)
+        keys = load_keys(config.curve_dir, key_name_of(config, Role.PREFILL), worker_id)
         engine = assemble(config, resolve_model(config.model), config.max_num_batched_tokens)
         settle_memory()
-        return build(config, engine).run()
+        return build(config, engine, keys).run()
 
 
-def build(config: PrefillConfig, engine: Engine) -> Worker:
+def build(config: PrefillConfig, engine: Engine, keys: CurveKeys | None) -> Worker:
     """The worker around an engine, not started yet; signals go to its loop from here on."""
     inbox: Mailbox[WorkerEvent] = Mailbox()
     hello = introduce(config, Role.PREFILL, engine, kv_endpoint=None)
@@ -47,9 +52,11 @@ def build(config: PrefillConfig, engine: Engine) -> Worker:
         queue_timeout=config.queue_timeout_s,
     )
     scheduler = PrefillScheduler(engine.pool, config.queue_rules, limits, engine.eos_token_ids)
-    sender = KvSender(_kv_hello(hello), PoolSource(engine, scheduler), inbox, keepalive=config.lease_s / 4)
+    source = PoolSource(engine, scheduler)
+    sender = KvSender(_kv_hello(hello), source, inbox, keepalive=config.lease_s / 4, security=keys)
+    dial = partial(ControlClient, security=keys)
     timing = LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s)
-    links = GatewayLinks(hello, config.gateway, timing, inbox, config.max_waiting)
+    links = GatewayLinks(hello, config.gateway, timing, inbox, config.max_waiting, dial)
     stop_on_signals(inbox)
     return Worker(PrefillRole(engine, scheduler, sender), links, inbox, config.shutdown_timeout_s)
 

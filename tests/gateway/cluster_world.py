@@ -11,6 +11,7 @@ from gateway.cluster import Cluster, ClusterSettings
 from gateway.dispatch import Dispatcher, DispatchSettings
 from gateway.failover import RetryReason
 from gateway.observer import RequestOutcome
+from kvtransfer.link_name import worker_of
 from kvtransfer.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -57,6 +58,16 @@ def hello(worker_id: str = "prefill-0", generation: str = "g1", **changes) -> He
     return Hello(**(fields | changes))
 
 
+def link(worker_id: str, generation: str = "g1") -> str:
+    """Name of the connection of a worker's start."""
+    return f"{worker_id}/{generation}/nonce"
+
+
+def link_for(worker_id: str, message, generation: str = "g1") -> str:
+    """Name of the connection that a worker would say this on; for what can't be read, that of `generation`."""
+    return link(worker_id, getattr(message, "generation", generation))
+
+
 def beat(
     generation: str = "g1",
     progress: int = 1,
@@ -89,12 +100,13 @@ class Clock:
 class FakeControl:
     """In place of the ROUTER: an inbox to speak into, and a list of what was sent. Both can be made to fail.
 
-    What has a number must have the right one; it is kept without.
+    What has a number must have the right one; it is kept without. Connections are kept by their workers' ids.
     """
 
     def __init__(self) -> None:
         self.inbox: asyncio.Queue = asyncio.Queue()
         self.sent: list = []
+        self.named: list = []  # the same with the full names of connections, and numbers
         self.unreachable: set[str] = set()
         self.num_sent: dict[str, int] = {}  # since Welcome
 
@@ -104,9 +116,11 @@ class FakeControl:
             raise item
         return item
 
-    def send(self, worker_id, message) -> bool:
+    def send(self, name, message) -> bool:
+        worker_id = worker_of(name)
         if worker_id in self.unreachable:
             return False
+        self.named.append((name, message))
         self.sent.append((worker_id, self._without_number(worker_id, message)))
         return True
 
@@ -192,7 +206,8 @@ class World:
 
     async def hear(self, worker_id: str, message) -> None:
         """A worker that counts right speaks."""
-        self.control.inbox.put_nowait((worker_id, self._numbered(worker_id, message)))
+        name = link_for(worker_id, message, *self.said.get(worker_id, ())[:1])
+        self.control.inbox.put_nowait((name, self._numbered(worker_id, message)))
         await self.settle()
 
     def _numbered(self, worker_id: str, message):

@@ -36,7 +36,7 @@ from kvtransfer.messages import (
     decode_from_gateway,
     encode,
 )
-from tests.gateway.cluster_world import EPOCH, LIMITS, Client, World, beat, hello, sampling, step, world
+from tests.gateway.cluster_world import EPOCH, LIMITS, Client, World, beat, hello, link, sampling, step, world
 from tests.gateway.test_phases import DECODE_READINGS, PREFILL_READINGS
 
 BOTH = ("prefill-0", "decode-0")
@@ -382,7 +382,7 @@ async def test_a_lost_worker_fails_its_requests_at_once(lost, how):
         if how == "silence":
             await it.pass_time(2.5, {other: "g1"})
         elif how == "lost message":
-            it.control.inbox.put_nowait((lost, step(sequence=it.said[lost][1] + 2)))
+            it.control.inbox.put_nowait((link(lost), step(sequence=it.said[lost][1] + 2)))
             await it.settle()
             assert it.control.to(lost, Reintroduce) == [Reintroduce(EPOCH)]
         else:
@@ -618,11 +618,31 @@ async def test_a_bug_in_handling_one_output_costs_that_request_only(monkeypatch,
 async def test_a_bug_in_handling_one_message_costs_its_sender_only(monkeypatch):
     async with world(*BOTH, "decode-1") as it:
         client = await it.ask()
-        monkeypatch.setattr(it.cluster, "_on_stranger", lambda *_: 1 // 0)
-        await it.say("decode-1", it.spec("prefill-0", PrefillRequest), 0, [1], generation="g9")
+        monkeypatch.setattr("gateway.worker.Worker.after_outputs", lambda *_: 1 // 0)
+        await it.say("decode-1", it.spec("prefill-0", PrefillRequest), 0, [1])
         assert [worker.worker_id for worker in it.dispatcher.workers] == ["decode-0", "prefill-0"]
         assert client.error is None
         assert it.dispatcher.status().ready
+
+
+@in_loop
+async def test_a_second_process_with_a_workers_id_gets_its_own_answer_and_the_first_one_keeps_its_requests():
+    async with world(*BOTH) as it:
+        client, spec = await started(it)
+        misfit = hello("decode-0", "g2", kv_endpoint=None)
+        it.control.inbox.put_nowait((link("decode-0", "g2"), misfit))
+        await it.settle()
+        [(name, reply)] = [item for item in it.control.named if isinstance(item[1], Refused)]
+        assert (name, reply.reason) == (
+            link("decode-0", "g2"),
+            "decode workers name a KV endpoint, prefill workers do not",
+        )
+        await it.say("prefill-0", spec, 0, [1], EndReason.HANDED_OVER)
+        await it.say("decode-0", spec, 1, [2], EndReason.STOP)
+        assert client.tokens == [1, 2]
+        it.clock.now += 0.6
+        it.dispatcher.tick()
+        assert {name for name, _ in it.control.named[-2:]} == {link("decode-0"), link("prefill-0")}
 
 
 @in_loop
@@ -660,7 +680,7 @@ async def test_a_backlog_does_not_starve_consumers():
         await it.say("prefill-0", spec, 0, [1])
         for index in range(1, 800):
             output = RequestOutput(spec.request_id, 0, index, (1,))
-            it.control.inbox.put_nowait(("decode-0", step(output, sequence=index + 1)))  # 1 was the reservation
+            it.control.inbox.put_nowait((link("decode-0"), step(output, sequence=index + 1)))  # 1 was the reservation
         for _ in range(100):
             await asyncio.sleep(0)
         assert 20 < len(client.tokens) < 800  # read while the backlog is being worked off

@@ -48,5 +48,5 @@ def test_a_signal_before_the_server_has_its_own_handlers_stops_it(stop, number):
 def test_a_gateway_that_was_told_to_stop_while_it_started_ends_well(stop):
     config = GatewayConfig(port=0, control_port=free_ports(1)[0])
     signal.raise_signal(signal.SIGTERM)
-    running = _run(config, tokenizer_of_world(), _listen("127.0.0.1", 0), stop)
+    running = _run(config, tokenizer_of_world(), _listen("127.0.0.1", 0), stop, keys=None)
     assert asyncio.run(asyncio.wait_for(running, 10.0)) == 0

@@ -112,7 +112,7 @@ def worker_of(role, worker_id, load):
         limits=Limits(100, 4, 1000),
         kv_endpoint=None,
     )
-    return Worker(hello=hello, heard_at=0.0, progress_at=0.0, load=load)
+    return Worker(hello=hello, link=f"{worker_id}/g/n", heard_at=0.0, progress_at=0.0, load=load)
 
 
 def test_there_are_no_series_that_only_say_when_others_began():

@@ -15,7 +15,7 @@ from tests.gateway.cluster_world import LIMITS, hello
 def worker(worker_id: str, running: int = 0, waiting: int = 0, usage: float = 0.0, **limits: int) -> Worker:
     introduction = hello(worker_id, limits=msgspec.structs.replace(LIMITS, **limits))
     load = Load(num_running=running, num_waiting=waiting, kv_usage=usage)
-    return Worker(hello=introduction, heard_at=0.0, progress_at=0.0, load=load)
+    return Worker(hello=introduction, link=f"{introduction.worker_id}/g/n", heard_at=0.0, progress_at=0.0, load=load)
 
 
 def booked(*entries: tuple[str, int]) -> InFlightBook:

@@ -7,8 +7,10 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from kvtransfer.channel import ControlServer
+from kvtransfer.channel import ControlClient, ControlServer
 from kvtransfer.control import GatewayLinks, LinkTiming
+from kvtransfer.curve import CurveKeys
+from kvtransfer.link_name import is_of
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import (
     GatewayBeat,
@@ -29,9 +31,10 @@ OUTPUT = RequestOutput("r", 0, 0, (5,))
 class Gateway:
     """The other end: a real ControlServer and the words of a gateway."""
 
-    def __init__(self, port: int = 0) -> None:
-        self.server = ControlServer("127.0.0.1", port)
+    def __init__(self, port: int = 0, security: CurveKeys | None = None) -> None:
+        self.server = ControlServer("127.0.0.1", port, security)
         self.endpoint = self.server.endpoint
+        self.worker = ""  # name of the connection that was heard last
         self.introduction = 0  # of the last Hello heard
         self.num_sent = 0  # numbered messages since Welcome
 
@@ -39,8 +42,8 @@ class Gateway:
         """The next message of a kind; others are passed over."""
         async with asyncio.timeout(seconds):
             while True:
-                name, message = await self.server.receive()
-                assert name == "prefill-0"
+                self.worker, message = await self.server.receive()
+                assert is_of(self.worker, "prefill-0", "g1")
                 if isinstance(message, Hello):
                     self.introduction = message.introduction
                 if isinstance(message, kind):
@@ -54,7 +57,7 @@ class Gateway:
         return False
 
     def say(self, message) -> None:
-        assert self.server.send("prefill-0", message)
+        assert self.server.send(self.worker, message)
 
     def say_next(self, message):
         """Says a request or a cancellation with the number it has to have, and returns that."""
@@ -84,9 +87,18 @@ class Gateway:
 class World:
     """One worker's links and its gateways."""
 
-    def __init__(self, endpoints, dead_after: float, beat_interval: float = 0.05, max_pending: int = 64) -> None:
+    def __init__(
+        self,
+        endpoints,
+        dead_after: float,
+        beat_interval: float = 0.05,
+        max_pending: int = 64,
+        security: CurveKeys | None = None,
+    ) -> None:
         self.inbox: Mailbox = Mailbox()
-        self.links = GatewayLinks(HELLO, endpoints, LinkTiming(beat_interval, dead_after), self.inbox, max_pending)
+        timing = LinkTiming(beat_interval, dead_after)
+        dial = functools.partial(ControlClient, security=security)
+        self.links = GatewayLinks(HELLO, endpoints, timing, self.inbox, max_pending, dial)
         self.links.start()
         self.kept: list = []
 

@@ -125,12 +125,14 @@ class Side:
 
 
 class PrefillSide(Side):
-    def __init__(self, block_size=4, keepalive=5.0, name="prefill-0", generation="g1", **identity) -> None:
+    def __init__(
+        self, block_size=4, keepalive=5.0, name="prefill-0", generation="g1", security=None, **identity
+    ) -> None:
         super().__init__(HashPool(64, block_size))
         about = {"fingerprint": FINGERPRINT, "layout": LAYOUT, "protocol": PROTOCOL_VERSION} | identity
         self.peer = (name, generation)
         self.hello = KvHello(worker_id=name, generation=generation, **about)
-        self.sender = KvSender(self.hello, self.pool, self.events, keepalive)
+        self.sender = KvSender(self.hello, self.pool, self.events, keepalive, security)
         self.computed: dict = {}
         self.sender.start()
 

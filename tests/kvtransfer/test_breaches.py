@@ -74,7 +74,7 @@ def test_peers_are_bounded_and_a_restarted_one_takes_its_own_place(monkeypatch):
         peers = [RawPeer(decode, "prefill-0", f"g{life}") for life in range(4)]
         peers.append(RawPeer(decode, "prefill-1"))
         late = RawPeer(decode, "prefill-2", hello=False)
-        late.send(KvHello(PROTOCOL_VERSION, "prefill-2", "g1", FINGERPRINT, LAYOUT))
+        late.send(KvHello(PROTOCOL_VERSION, "prefill-2", "g7", FINGERPRINT, LAYOUT))
         assert late.hear() == Refused("2 prefill workers are connected already")
         for peer in (*peers, late):
             peer.hangs_up()

@@ -189,8 +189,8 @@ async def test_the_loss_of_one_gateway_is_not_the_loss_of_another():
 async def test_noise_from_a_gateway_changes_nothing():
     async with world() as (worker, gateway):
         await gateway.welcome()
-        await gateway.server._socket.send_multipart([b"prefill-0", b"\xc1"])
-        await gateway.server._socket.send_multipart([b"prefill-0", b"\xc0", b"\xc0"])
+        await gateway.server._socket.send_multipart([gateway.worker.encode(), b"\xc1"])
+        await gateway.server._socket.send_multipart([gateway.worker.encode(), b"\xc0", b"\xc0"])
         cancel = gateway.say_next(Cancel("r", 0))
         assert await worker.told() == FromGateway(gateway.endpoint, cancel)
         assert worker.links.is_alive()

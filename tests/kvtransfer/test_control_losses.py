@@ -142,7 +142,7 @@ async def test_a_cancel_lost_with_the_line_costs_the_gateway_its_requests():
         assert worker.told_nothing_more()
         async with asyncio.timeout(5):
             while worker.told_nothing_more():
-                gateway.server.send("prefill-0", GatewayBeat("e1", gateway.num_sent))  # False until it is back
+                gateway.server.send(gateway.worker, GatewayBeat("e1", gateway.num_sent))  # False until it is back
                 await asyncio.sleep(0.02)
         assert await worker.told() == GatewayLost(proxy.endpoint)
         await gateway.welcome()
@@ -209,7 +209,7 @@ async def test_noise_is_one_line_in_the_log(caplog):
     async with world() as (worker, gateway):
         await gateway.welcome()
         for _ in range(20):
-            await gateway.server._socket.send_multipart([b"prefill-0", b"\xc1"])
+            await gateway.server._socket.send_multipart([gateway.worker.encode(), b"\xc1"])
         cancel = gateway.say_next(Cancel("r", 0))
         assert await worker.told() == FromGateway(gateway.endpoint, cancel)
         assert len(warnings(caplog)) == 1

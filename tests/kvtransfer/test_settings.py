@@ -192,6 +192,10 @@ def test_configs_are_frozen():
         (DecodeConfig, {"kv_host": "0.0.0.0", "insecure": True}, "--kv-advertise-host is needed"),
         (DecodeConfig, {"kv_host": "tcp://1.2.3.4"}, "host name or an IP address"),
         (GatewayConfig, {"control_host": "10.0.0.1"}, "--insecure"),
+        (DecodeConfig, {"kv_host": "10.0.0.1"}, "--curve-dir"),
+        (GatewayConfig, {"curve_dir": "keys", "insecure": True}, "say one of them"),
+        (DecodeConfig, {"curve_dir": "keys", "insecure": True}, "say one of them"),
+        (PrefillConfig, {"curve_name": "prefill-0"}, "--curve-dir, which is missing"),
         (GatewayConfig, {"port": 8790}, "both 8790"),
         (GatewayConfig, {"served_model_name": ("a", "a")}, "twice"),
         (GatewayConfig, {"host": "http://x"}, "host name or an IP address"),
@@ -207,6 +211,14 @@ def test_configs_are_frozen():
 def test_contradictions(config_class, values, words):
     with pytest.raises(SettingsError, match=words):
         config_class(**values)
+
+
+def test_keys_open_the_sockets_without_further_consent():
+    assert GatewayConfig(control_host="10.0.0.1", curve_dir="keys").control_host == "10.0.0.1"
+    config = DecodeConfig(kv_host="0.0.0.0", kv_advertise_host="decode.internal", curve_dir="keys", curve_name="d1")
+    assert config.kv_dial_host == "decode.internal"
+    with pytest.raises(SettingsError, match="--kv-advertise-host is needed"):
+        DecodeConfig(kv_host="0.0.0.0", curve_dir="keys")
 
 
 def test_consent_opens_the_sockets():

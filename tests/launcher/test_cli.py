@@ -6,6 +6,7 @@ import types
 
 import pytest
 
+from kvtransfer.curve import CurveKeys, private_path, write_pair
 from launcher.cli import COMMANDS, main
 
 
@@ -49,6 +50,44 @@ def test_fetch_model_prints_a_local_folder(capsys, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert main(["fetch-model", "--model", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}\n"
+
+
+def test_keys_makes_what_the_roles_load_and_says_what_belongs_where(capsys, tmp_path):
+    assert main(["keys", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    for name in ("gateway", "prefill", "decode"):
+        assert CurveKeys.load(tmp_path, name).name == name
+        assert str(private_path(tmp_path, name)) in out
+    assert str(tmp_path / "public") in out
+    assert main(["keys", str(tmp_path), "decode-1", "decode-1"]) == 0
+    assert set(CurveKeys.load(tmp_path, "decode-1").known) == {"gateway", "prefill", "decode", "decode-1"}
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ([], "takes a folder and names"),
+        (["--force", "{}"], "takes a folder and names"),
+        (["{}", "new", "decode"], "decode.key is there already; nothing was made"),
+        (["{}", "a/b"], "NAME takes a letter or digit"),
+        (["/dev/null/keys"], "cannot write"),
+    ],
+)
+def test_keys_makes_all_or_nothing(capsys, tmp_path, words, error):
+    write_pair(tmp_path, "decode")
+    with pytest.raises(SystemExit) as ended:
+        main(["keys", *(word.format(tmp_path) for word in words)])
+    line = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert line.startswith("kvsplice keys: error: ")
+    assert line.count("\n") == 1
+    assert error in line
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["decode.key", "decode.key_secret"]
+
+
+def test_keys_explains_itself(capsys):
+    assert main(["keys", "--help"]) == 0
+    assert "usage: kvsplice keys DIR [NAME ...]" in capsys.readouterr().out
 
 
 def test_flags_takes_no_arguments(capsys):

@@ -92,6 +92,14 @@ def test_the_environment_cannot_break_the_plan():
     assert children["gateway"][0].dead_after_s == 1.5
 
 
+def test_keys_go_to_every_process_each_of_which_takes_that_of_its_role():
+    environ = {"KVSPLICE_CURVE_NAME": "decode-7"}
+    children = [config for config, _ in planned(ServeConfig(curve_dir="/keys", decode=2), environ=environ).values()]
+    assert {config.curve_dir for config in children} == {"/keys"}
+    assert [config.curve_name for config in children[1:]] == ["prefill", "decode", "decode"]
+    assert {config.curve_dir for config, _ in planned().values()} == {None}
+
+
 def test_the_key_is_in_no_command_line():
     config = ServeConfig(api_key="open-sesame")
     machine = Machine(cores=1, gpus=(), http_port=1, control_port=2)

@@ -1,0 +1,84 @@
+"""Sockets as all of ours are set up: every option whose default would hang, leak, or let anybody in."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from kvtransfer.addresses import endpoint as endpoint_of
+from kvtransfer.curve import OVERHEAD_BYTES, CurveKeys, be_server
+from kvtransfer.errors import SettingsError
+
+Frames = list[zmq.Frame]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Messages queued to or from one peer, and bytes of one frame."""
+
+    hwm: int
+    max_frame: int
+
+
+def configure(socket: "zmq.Socket[Any]", bounds: Bounds) -> None:
+    """Sets every option whose default would hang, leak or reconnect too eagerly."""
+    socket.setsockopt(zmq.LINGER, 200)  # ms; default: close() waits for ever
+    socket.setsockopt(zmq.SNDHWM, bounds.hwm)
+    socket.setsockopt(zmq.RCVHWM, bounds.hwm)
+    socket.setsockopt(zmq.MAXMSGSIZE, bounds.max_frame)  # default: unlimited
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)  # ms; default 30 s for a peer that never speaks
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 500)  # ms; default: off, a cut link is never noticed
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2_000)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)  # default: no back-off
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+
+
+def listening_router(context: "zmq.Context[Any]", bounds: Bounds, security: CurveKeys | None) -> Any:
+    """A ROUTER of the context's kind, to be bound. With keys it takes encrypted connections alone, and lets nobody in
+    but whom a `ZapHandler` of the context answers for."""
+    socket = context.socket(zmq.ROUTER)
+    configure(socket, bounds)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # default: messages for unknown peers vanish
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # default: a peer that reconnects is ignored until the old link dies
+    if security is not None:
+        be_server(socket, security)
+        make_room_for_encryption(socket, bounds)
+    return socket
+
+
+def make_room_for_encryption(socket: "zmq.Socket[Any]", bounds: Bounds) -> None:
+    """MAXMSGSIZE counts what is on the wire."""
+    socket.setsockopt(zmq.MAXMSGSIZE, bounds.max_frame + OVERHEAD_BYTES)
+
+
+def bind(socket: "zmq.Socket[Any]", host: str, port: int) -> str:
+    """Binds to host:port (0: any free port) and returns the endpoint. Raises SettingsError if it can't be had."""
+    try:
+        if ":" in host:
+            socket.setsockopt(zmq.IPV6, 1)
+        socket.bind(endpoint_of(host, port or "*"))
+    except zmq.ZMQError as error:
+        raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def endpoint_port(endpoint: str) -> int:
+    """Port of a 'tcp://host:port' endpoint."""
+    return int(endpoint.rsplit(":", 1)[1])
+
+
+def receive_now(socket: "zmq.Socket[bytes]") -> Frames | None:
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+
+
+def send_now(socket: "zmq.Socket[bytes]", frames: Sequence[bytes | memoryview]) -> bool:
+    with contextlib.suppress(zmq.ZMQError):
+        socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        return True
+    return False
