@@ -4,14 +4,14 @@ Attention runs one row at a time on the gathered tokens of that row alone, so a 
 rows beside it, and no slot outside its context is ever an operand.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from kernels.composed import ComposedMlp, ComposedNormLinear
-from kernels.face import PreparedBlock, PreparedLinear, RaggedRows
+from kernels.face import LayerParts, PreparedBlock, PreparedLinear, RaggedRows
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,9 @@ class ReferenceKernels:
 
     def norm_mlp(self, norm: torch.Tensor, eps: float, gate_up: PreparedLinear, down: PreparedLinear) -> PreparedBlock:
         return ComposedMlp(self, norm, eps, gate_up, down)
+
+    def prepare_layers(self, layers: Sequence[LayerParts]) -> None:
+        """A layer is its single kernels here."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()

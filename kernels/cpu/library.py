@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from kernels.errors import UnavailableBackendError
 
 _P: Final = ctypes.c_void_p
@@ -53,6 +55,8 @@ class LinearFunctions:
     norm_linear: Function
     # gate_up, down, norm, eps, x, residual, total, out, rows, threads
     norm_mlp: Function
+    # layer and step (kernels/cpu/layers.py), both pools
+    decode_layer: Function
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ def _linears(shared: Any) -> LinearFunctions:
         linear=_function(shared, "linear", weights, _P, _N, _N, _P, _I, _I),
         norm_linear=_function(shared, "norm_linear", weights, _P, _F, *[_P] * 4, _N, _I),
         norm_mlp=_function(shared, "norm_mlp", weights, weights, _P, _F, *[_P] * 4, _N, _I),
+        decode_layer=_function(shared, "decode_layer", *[_P] * 4),
     )
 
 
@@ -105,3 +110,10 @@ def _function(shared: Any, name: str, *argtypes: Any) -> Function:
     function.argtypes = argtypes
     function.restype = None
     return function  # type: ignore[no-any-return]
+
+
+def check_layout(dtype: torch.dtype, *tensors: torch.Tensor) -> None:
+    """The library takes addresses: a wrong format or a gap would be read as numbers."""
+    for tensor in tensors:
+        assert tensor.dtype == dtype, f"{tensor.dtype} where {dtype} is due"
+        assert tensor.is_contiguous(), tensor.stride()

@@ -12,6 +12,8 @@ namespace kvsplice {
 
 #if defined(__AVX512F__)
 
+constexpr i64 kMostLines = 8;  // query heads a KV head: with more, packing a tile pays
+
 // Tokens that will be needed, asked for a few at a time while something else is computed: they come from memory
 // meanwhile, where a burst of prefetches would mostly be dropped.
 template <class T>
@@ -50,7 +52,7 @@ class NativeRowWorker {
     }
 
     static bool takes(const Problem<T>& p, const Item& item) {
-        return p.queries(item.row) == 1 && p.group() <= kMostRowLines;
+        return p.queries(item.row) == 1 && p.group() <= kMostLines;
     }
 
     // `after`: what this thread will probably do next, or null.
@@ -71,23 +73,17 @@ class NativeRowWorker {
     }
 
    private:
-    // The compiler gets the number of lines a KV head as a constant.
-    template <class F>
-    void with_lines(F&& f) {
-        with_rows<kMostRowLines>(group, f);
-    }
-
     void score_all() {
-        Wishes<T> wishes(values, token_size, (stop - start) / 4 * p.kv_heads);
-        with_lines([&](auto lines) {
-            for (int token = start; token < stop; token += 16) {
-                for (i64 head = 0; head < p.kv_heads; ++head) {
-                    const i64 line = head * lines;
+        Wishes<T> wishes(values, token_size, (stop - start) / 4 * p.kv_heads * blocks_of<kLines>(group));
+        for (int token = start; token < stop; token += 16) {
+            for (i64 head = 0; head < p.kv_heads; ++head) {
+                each_block<kLines>(group, [&](i64 first, auto lines) {
+                    const i64 line = head * group + first;
                     score_sixteen<lines>(keys.at + token, head * p.head_dim, query + line * p.head_dim, p.head_dim,
                                          scores + line * kTile + token, [&] { wishes.ask(); });
-                }
+                });
             }
-        });
+        }
     }
 
     void soften(int line) {
@@ -107,24 +103,24 @@ class NativeRowWorker {
     }
 
     void accumulate_all() {
-        const i64 passes = p.kv_heads * ((p.head_dim + 2 * kPanel - 1) / (2 * kPanel));
+        const i64 passes = p.kv_heads * blocks_of<kLines>(group) * blocks_of<2 * kPanel>(p.head_dim);
         Wishes<T> wishes(next, token_size, (stop - start) / 2 * passes);
-        with_lines([&](auto lines) {
-            for (i64 head = 0; head < p.kv_heads; ++head) {
-                for (i64 column = 0; column < p.head_dim; column += 2 * kPanel) {
+        for (i64 head = 0; head < p.kv_heads; ++head) {
+            for (i64 column = 0; column < p.head_dim; column += 2 * kPanel) {
+                each_block<kLines>(group, [&](i64 first, auto lines) {
                     if (p.head_dim - column > kPanel) {
-                        accumulate<lines, 2>(head, column, wishes);
+                        accumulate<lines, 2>(head, head * group + first, column, wishes);
                     } else {
-                        accumulate<lines, 1>(head, column, wishes);
+                        accumulate<lines, 1>(head, head * group + first, column, wishes);
                     }
-                }
+                });
             }
-        });
+        }
     }
 
     template <int LINES, int PANELS>
-    void accumulate(i64 head, i64 column, Wishes<T>& wishes) {
-        const i64 line = head * LINES, offset = head * p.head_dim + column, left = p.head_dim - column;
+    void accumulate(i64 head, i64 line, i64 column, Wishes<T>& wishes) {
+        const i64 offset = head * p.head_dim + column, left = p.head_dim - column;
         float* target = softmax.output + line * softmax.width + column;
         const T* weight = weights + line * kTile;
         Columns<LINES, PANELS> columns;

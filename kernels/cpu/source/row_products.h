@@ -1,5 +1,5 @@
-// Products of attention over K and V as they lie in the pool, for all query heads ("lines") of a KV head at once: each
-// register's worth of a token is loaded once and used by all lines.
+// Products of attention over K and V as they lie in the pool, for up to four query heads ("lines") of a KV head at once:
+// each register's worth of a token is loaded once and used by all of them.
 //
 //   scores   four tokens x lines, in lanes of the head; sums of 16 tokens are then transposed into one vector
 //   values   up to 64 columns x lines in registers, two tokens at a time
@@ -11,7 +11,7 @@ namespace kvsplice {
 
 #if defined(__AVX512F__)
 
-constexpr int kMostRowLines = 4;  // query heads a KV head
+constexpr int kLines = 4;  // at most: 4 x 4 sums and what they are made of fill the registers
 
 // Four vectors, of which only the sums over all lanes matter. Members, not an array: they are to stay in registers.
 struct Four {
