@@ -15,6 +15,8 @@ from typing import Protocol
 
 import torch
 
+from kernels.sampling import SamplingKernels
+
 
 @dataclass(frozen=True)
 class RaggedRows:
@@ -115,6 +117,9 @@ class Kernels(Protocol):
         """Whether calls can be recorded in a CUDA graph and repeated on other lengths: the kernels take them from the
         device, and read the host's copies as upper bounds."""
         ...
+
+    @property
+    def sampling(self) -> SamplingKernels: ...
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False) -> PreparedLinear:
         """The linear layer of weight [out_features, in_features] and bias [out_features], laid out for this backend.

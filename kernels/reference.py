@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from kernels.composed import ComposedMlp, ComposedNormLinear
 from kernels.face import LayerParts, PreparedBlock, PreparedLinear, RaggedRows
+from kernels.sampling import SamplingKernels, TorchSampling
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class ReferenceKernels:
 
     name = "reference"
     capturable = False
+    sampling: SamplingKernels = TorchSampling()
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False) -> PreparedLinear:
         return TorchLinear(weight, bias, wide)

@@ -15,8 +15,10 @@ from kernels.cpu.build import build, cache_folder
 from kernels.cpu.layers import NativeLayers
 from kernels.cpu.library import Library, TypedFunctions, check_layout, open_library
 from kernels.cpu.linear import FusedMlp, FusedNormLinear, PackedLinear
+from kernels.cpu.sampling import NativeSampling
 from kernels.face import LayerParts, PreparedBlock, PreparedLayers, PreparedLinear, RaggedRows
 from kernels.reference import ReferenceKernels
+from kernels.sampling import SamplingKernels
 
 
 class CpuKernels:
@@ -28,6 +30,7 @@ class CpuKernels:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._reference = ReferenceKernels()
+        self.sampling: SamplingKernels = NativeSampling(library)
         self._typed: Mapping[torch.dtype, TypedFunctions] = MappingProxyType(
             {torch.bfloat16: library.bf16, torch.float32: library.f32}
         )

@@ -68,6 +68,10 @@ class Library:
     gather: Function  # pool, slots, out, count, bytes of a token
     splice: Function  # pool, slots, source, count, bytes of a token, first byte, bytes of a source token
     linears: LinearFunctions | None
+    greatest: Function  # logits, rows, vocabulary size, values, ids, threads
+    # logits, rows, vocabulary size, peaks, temperatures, weights, doubts, room for them, threads
+    token_weights: Function
+    invert: Function  # weights, rows, vocabulary size, uniforms, otherwise, ids, threads
 
 
 def open_library(path: Path) -> Library:
@@ -82,6 +86,9 @@ def open_library(path: Path) -> Library:
         gather=_function(shared, "gather", _P, _P, _P, _N, _N),
         splice=_function(shared, "splice", _P, _P, _P, _N, _N, _N, _N),
         linears=_linears(shared) if shared.kvsplice_has_linear() else None,
+        greatest=_function(shared, "greatest", _P, _N, _N, _P, _P, _I),
+        token_weights=_function(shared, "token_weights", _P, _N, _N, *[_P] * 4, _N, _I),
+        invert=_function(shared, "invert", _P, _N, _N, *[_P] * 3, _I),
     )
 
 

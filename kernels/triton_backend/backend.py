@@ -7,6 +7,7 @@ import torch
 from kernels.composed import ComposedMlp, ComposedNormLinear
 from kernels.face import LayerParts, PreparedBlock, PreparedLinear, RaggedRows
 from kernels.reference import TorchLinear
+from kernels.sampling import SamplingKernels, TorchSampling
 from kernels.triton_backend.configs import AttentionConfigs, attention_configs
 from kernels.triton_backend.decode import decode_launches
 from kernels.triton_backend.elementwise import norm_launch, silu_mul_launch
@@ -23,6 +24,7 @@ class TritonKernels:
 
     name = "triton"
     capturable = True
+    sampling: SamplingKernels = TorchSampling()
 
     def __init__(self, architecture: str, attention: AttentionConfigs | None = None) -> None:
         self._architecture = architecture
