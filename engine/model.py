@@ -23,7 +23,8 @@ from engine.model_config import ModelConfig
 from kernels.face import DecodeStep, Kernels, LayerParts, LayerRun, PreparedBlock, PreparedLayers, PreparedLinear
 
 OnLayer = Callable[[int], None]
-"""Called with the layer's index as soon as the batch's K and V of that layer are in the pool."""
+"""Called with the layer's index when the batch's K and V of that layer are in the pool: before its attention, or behind
+the layer where that is a single call."""
 
 
 def _parameter(*shape: int) -> nn.Parameter:
