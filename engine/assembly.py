@@ -57,7 +57,7 @@ def assemble(
         torch.set_num_threads(config.cpu_threads)
     loaded = load(model_path, dtype=config.dtype, device=config.device, kernels=config.kernels)
     max_model_len = resolve_max_model_len(loaded.config, config.max_model_len)
-    sampler = Sampler(loaded.config.vocab_size, loaded.eos_token_ids, loaded.device)
+    sampler = Sampler(loaded.config.vocab_size, loaded.eos_token_ids, loaded.device, loaded.kernels.sampling)
     settings = PoolSettings(
         block_size=config.block_size,
         max_model_len=max_model_len,

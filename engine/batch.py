@@ -7,14 +7,20 @@ Rows of one token come first, so that decode and prefill attention each get one 
                 0         num_decode                    num_tokens
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
 
 import torch
 
 from engine.block_pool import blocks_for
 from engine.request import ScheduledRow
 from kernels.face import RaggedRows
+
+_TABLE_DTYPE: Final = torch.int32
+"""What a C int, array's "i", is on every machine that torch runs on."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,11 @@ class Batch:
     prefill: RaggedRows | None  # rows of several tokens
     sample_tokens: torch.Tensor  # [S] int64, the tokens whose logits give a next token
     sample_rows: tuple[int, ...]  # [S] rows that they belong to, ascending
+
+    @property
+    def all_sample(self) -> bool:
+        """Whether every token gives a next one, so that `sample_tokens` names them all in order."""
+        return len(self.sample_rows) == len(self.token_ids)
 
     @property
     def num_decode(self) -> int:
@@ -47,9 +58,15 @@ def build_batch(rows: Sequence[ScheduledRow], block_size: int, device: torch.dev
         token_ids=_to_device(
             torch.tensor([token for row in ordered for token in row.request.token_slice(row.start, row.stop)]), device
         ),
-        positions=_to_device(torch.cat([torch.arange(row.start, row.stop) for row in ordered]), device),
+        positions=_to_device(
+            _joined(_positions(decode), [torch.arange(row.start, row.stop) for row in prefill]), device
+        ),
         slot_mapping=_to_device(
-            torch.cat([slots_of(row.request.block_ids, row.start, row.stop, block_size) for row in ordered]), device
+            _joined(
+                _slots(decode, block_size),
+                [slots_of(row.request.block_ids, row.start, row.stop, block_size) for row in prefill],
+            ),
+            device,
         ),
         decode=_ragged_rows(decode, block_size, device) if decode else None,
         prefill=_ragged_rows(prefill, block_size, device) if prefill else None,
@@ -64,6 +81,21 @@ def slots_of(block_ids: Sequence[int], start: int, stop: int, block_size: int) -
     blocks = torch.tensor(block_ids[first : blocks_for(stop, block_size)], dtype=torch.int64)
     positions = torch.arange(start, stop)
     return blocks[positions // block_size - first] * block_size + positions % block_size
+
+
+def _positions(rows: Sequence[ScheduledRow]) -> torch.Tensor:
+    """Of rows of one token each, [len(rows)] int64."""
+    return torch.tensor([row.start for row in rows], dtype=torch.int64)
+
+
+def _slots(rows: Sequence[ScheduledRow], block_size: int) -> torch.Tensor:
+    """`slots_of` rows of one token each: a tensor a row would cost more than the model's smallest kernels."""
+    slots = [row.request.block_ids[row.start // block_size] * block_size + row.start % block_size for row in rows]
+    return torch.tensor(slots, dtype=torch.int64)
+
+
+def _joined(first: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([first, *others]) if others else first
 
 
 def _check_row(row: ScheduledRow, block_size: int) -> None:
@@ -90,10 +122,9 @@ def _last_tokens(rows: Sequence[ScheduledRow]) -> list[int]:
 def _ragged_rows(rows: Sequence[ScheduledRow], block_size: int, device: torch.device) -> RaggedRows:
     query_lens = tuple(row.count for row in rows)
     context_lens = tuple(row.stop for row in rows)
-    query_start = torch.zeros(len(rows) + 1, dtype=torch.int32)
-    query_start[1:] = torch.tensor(query_lens).cumsum(0)
+    query_start = [0, *accumulate(query_lens)]
     return RaggedRows(
-        query_start=_to_device(query_start, device),
+        query_start=_to_device(torch.tensor(query_start, dtype=torch.int32), device),
         context_lens=_to_device(torch.tensor(context_lens, dtype=torch.int32), device),
         block_tables=_to_device(_block_tables(rows, block_size), device),
         host_query_lens=query_lens,
@@ -104,10 +135,12 @@ def _ragged_rows(rows: Sequence[ScheduledRow], block_size: int, device: torch.de
 def _block_tables(rows: Sequence[ScheduledRow], block_size: int) -> torch.Tensor:
     """[R, most blocks of a row] int32 on the CPU; only the blocks that hold the row's context are filled in."""
     lengths = [blocks_for(row.stop, block_size) for row in rows]
-    tables = torch.zeros(len(rows), max(lengths), dtype=torch.int32)
+    width = max(lengths)
+    # One array for all rows: a tensor a row would cost as much as a kernel.
+    tables = array("i", bytes(len(rows) * width * _TABLE_DTYPE.itemsize))
     for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        tables[index, :length] = torch.tensor(row.request.block_ids[:length], dtype=torch.int32)
-    return tables
+        tables[index * width : index * width + length] = array("i", row.request.block_ids[:length])
+    return torch.frombuffer(tables, dtype=_TABLE_DTYPE).view(len(rows), width)
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

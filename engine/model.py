@@ -20,10 +20,11 @@ from torch import nn
 from engine.batch import Batch
 from engine.kv_cache import KvCache
 from engine.model_config import ModelConfig
-from kernels.face import Kernels, PreparedBlock, PreparedLinear
+from kernels.face import DecodeStep, Kernels, LayerParts, LayerRun, PreparedBlock, PreparedLayers, PreparedLinear
 
 OnLayer = Callable[[int], None]
-"""Called with the layer's index as soon as the batch's K and V of that layer are in the pool."""
+"""Called with the layer's index when the batch's K and V of that layer are in the pool: before its attention, or behind
+the layer where that is a single call."""
 
 
 def _parameter(*shape: int) -> nn.Parameter:
@@ -96,8 +97,9 @@ class Attention(Block):
         self.key_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self._out: PreparedLinear | None = None
 
-    def prepare(self, kernels: Kernels) -> None:
+    def prepare(self, kernels: Kernels) -> PreparedLinear:
         self._out = self.out.prepare(kernels)
+        return self._out
 
     def forward(self, fused: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """The product of qkv, [T, q_size + 2 * kv_size], to [T, hidden]."""
@@ -158,13 +160,36 @@ class DecoderLayer(Block):
         self._norm_qkv: PreparedBlock | None = None
         self._norm_mlp: PreparedBlock | None = None
 
-    def prepare(self, kernels: Kernels) -> None:
+    def prepare(self, kernels: Kernels) -> LayerParts:
         """The backend gets each part that begins with a norm as a whole, so that it may compute it in one call."""
         norm, qkv = self.attention_norm, self.attention.qkv.prepare(kernels)
         self._norm_qkv = kernels.norm_linear(norm.weight, norm.eps, qkv)
-        self.attention.prepare(kernels)
+        out = self.attention.prepare(kernels)
         norm, gate_up, down = self.mlp_norm, self.mlp.gate_up.prepare(kernels), self.mlp.down.prepare(kernels)
         self._norm_mlp = kernels.norm_mlp(norm.weight, norm.eps, gate_up, down)
+        return self._parts(qkv, out, gate_up, down)
+
+    def _parts(
+        self, qkv: PreparedLinear, out: PreparedLinear, gate_up: PreparedLinear, down: PreparedLinear
+    ) -> LayerParts:
+        attention = self.attention
+        query_norm, key_norm = attention.query_norm, attention.key_norm
+        return LayerParts(
+            attention_norm=self.attention_norm.weight,
+            qkv=qkv,
+            query_norm=None if query_norm is None else query_norm.weight,
+            key_norm=None if key_norm is None else key_norm.weight,
+            out=out,
+            mlp_norm=self.mlp_norm.weight,
+            gate_up=gate_up,
+            down=down,
+            eps=self.mlp_norm.eps,
+            num_heads=attention.config.num_heads,
+            num_kv_heads=attention.config.num_kv_heads,
+            head_dim=attention.config.head_dim,
+            scale=attention.scale,
+            window=attention.window,
+        )
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor, context: ForwardContext
@@ -190,6 +215,7 @@ class CausalLm(nn.Module):
         self.lm_head = None if config.tied_embeddings else _parameter(config.vocab_size, config.hidden_size)
         self.inverse_frequencies = torch.empty(0)  # [head_dim / 2] float32 once allocated
         self._head: PreparedLinear | None = None
+        self._whole_layers: PreparedLayers | None = None
 
     @classmethod
     def allocate(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> "CausalLm":
@@ -203,9 +229,11 @@ class CausalLm(nn.Module):
     def prepare(self, kernels: Kernels) -> None:
         """Lays out the loaded weights for the backend, one at a time: a packed one replaces the parameter. Only a tied
         embedding may then be held twice, once to look tokens up and once as the output layer."""
+        parts = []
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer), type(layer)
-            layer.prepare(kernels)
+            parts.append(layer.prepare(kernels))
+        self._whole_layers = kernels.prepare_layers(parts)
         self._head = kernels.prepare_linear(self.embedding if self.lm_head is None else self.lm_head, None, wide=True)
         self.lm_head = None
 
@@ -216,7 +244,28 @@ class CausalLm(nn.Module):
         context = ForwardContext(batch, kv_cache, kernels, angles.cos(), angles.sin(), on_layer)
         hidden = F.embedding(batch.token_ids, self.embedding)
         residual = torch.zeros_like(hidden)
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual, context)
-        normed, _ = self.norm.add(hidden[batch.sample_tokens], residual[batch.sample_tokens], kernels)
+        run = self._begin_run(hidden, residual, context)
+        if run is None:
+            for layer in self.layers:
+                hidden, residual = layer(hidden, residual, context)
+        else:
+            self._run_layers(run, context)  # overwrites hidden and residual
+        if not batch.all_sample:
+            hidden, residual = hidden[batch.sample_tokens], residual[batch.sample_tokens]
+        normed, _ = self.norm.add(hidden, residual, kernels)
         return self._head(normed)
+
+    def _begin_run(self, hidden: torch.Tensor, residual: torch.Tensor, context: ForwardContext) -> LayerRun | None:
+        """For a step that the backend computes a layer at a time: all rows have one token, and there are few."""
+        batch = context.batch
+        if self._whole_layers is None or batch.decode is None or batch.prefill is not None:
+            return None
+        pool_dtype = context.kv_cache.layer(0)[0].dtype
+        step = DecodeStep(context.cos, context.sin, batch.slot_mapping, batch.decode, pool_dtype)
+        return self._whole_layers.begin(hidden, residual, step)
+
+    def _run_layers(self, run: LayerRun, context: ForwardContext) -> None:
+        for index in range(self.config.num_layers):
+            run(index, *context.kv_cache.layer(index))
+            if context.on_layer is not None:
+                context.on_layer(index)

@@ -31,11 +31,10 @@ from engine.penalties import (
     mask_early_stops,
 )
 from engine.request import Request
+from kernels.sampling import ONE, SamplingKernels, TorchSampling
 
 logger = logging.getLogger(__name__)
 
-_ONE = 1 << 40
-"""Weight of the most likely token; leaves int64 room for the sum over a vocabulary of 2**22 tokens."""
 _NEVER = float("-inf")
 _ROWS_AT_ONCE = 64
 """Rows that draw together: bounds the float64 and int64 temporaries (64 x 150,000 x 8 bytes = 77 MB each)."""
@@ -55,8 +54,16 @@ class _Memory:
 class Sampler:
     """Draws one token a row. Ids out of vocabulary in the parameters are refused at admission, not here."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        device: torch.device,
+        kernels: SamplingKernels | None = None,
+    ) -> None:
+        """`kernels`: of a backend for `device`; plain torch if there are none."""
         self._vocab_size = vocab_size
+        self._kernels = kernels or TorchSampling()
         # Some checkpoints name EOS ids beyond their vocabulary; these can't be sampled and need no mask.
         self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self._device = device
@@ -72,11 +79,11 @@ class Sampler:
             return []
         if any(edits_logits(request) for request in requests):
             logits = self._edit(logits, requests)
-        peaks, token_ids = logits.max(dim=-1)
+        peaks, token_ids = self._kernels.greatest(logits)
         if not bool(torch.isfinite(peaks).all()):
             self._warn(peaks, requests)
             logits = torch.nan_to_num(logits, nan=_NEVER, posinf=torch.finfo(logits.dtype).max, neginf=_NEVER)
-            peaks, token_ids = logits.max(dim=-1)
+            peaks, token_ids = self._kernels.greatest(logits)
         drawing = [row for row, request in enumerate(requests) if request.sampling.temperature > 0.0]
         for start in range(0, len(drawing), _ROWS_AT_ONCE):
             rows = drawing[start : start + _ROWS_AT_ONCE]
@@ -106,7 +113,7 @@ class Sampler:
         self, logits: torch.Tensor, peaks: torch.Tensor, greedy: torch.Tensor, requests: Sequence[Request]
     ) -> torch.Tensor:
         """Token ids [R] int64, drawn from `logits` [R, V] with the greatest logit `peaks` [R], at `greedy` [R]."""
-        weights = token_weights(logits, peaks, self._column([r.sampling.temperature for r in requests]))
+        weights = self._kernels.token_weights(logits, peaks, self._column([r.sampling.temperature for r in requests]))
         filtering = [
             row for row, r in enumerate(requests) if 0 < r.sampling.top_k < self._vocab_size or r.sampling.top_p < 1.0
         ]
@@ -117,7 +124,7 @@ class Sampler:
         if any(r.sampling.min_p > 0.0 for r in requests):
             weights = keep_min_p(weights, self._column([r.sampling.min_p for r in requests]))
         uniforms = [uniform(self._memory(r).noise_key, len(r.output_token_ids)) for r in requests]
-        return invert(weights, self._column(uniforms), greedy)
+        return self._kernels.invert(weights, self._column(uniforms), greedy)
 
     def _column(self, values: Sequence[float]) -> torch.Tensor:
         """[R, 1] float64 on the device."""
@@ -130,15 +137,6 @@ class Sampler:
             if not math.isfinite(peak) and not memory.warned:
                 memory.warned = True
                 logger.warning("request %s: logits are masked entirely, infinite or NaN (%s)", request.key, peak)
-
-
-def token_weights(logits: torch.Tensor, peaks: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """Weights [R, V] int64 in 0 .. 2**40; the token at the peak has 2**40, and a row masked entirely has none.
-
-    `logits` [R, V], `peaks` [R] without NaN and +inf; `temperatures` [R, 1] float64, above 0, however small.
-    """
-    peaks = torch.where(torch.isinf(peaks), 0.0, peaks.double()).unsqueeze(1)  # -inf - -inf would be NaN
-    return (torch.exp((logits.double() - peaks) / temperatures) * _ONE).to(torch.int64)
 
 
 def keep_top(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
@@ -181,21 +179,4 @@ def _keep_largest(weights: torch.Tensor, num_kept: torch.Tensor) -> torch.Tensor
 
 def keep_min_p(weights: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """`weights` [R, V] int64 without tokens less likely than `min_p` [R, 1] float64 times the most likely one."""
-    return weights.masked_fill(weights < min_p * _ONE, 0)
-
-
-def invert(weights: torch.Tensor, uniforms: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
-    """The token [R] int64 in whose share of the summed weights each uniform falls, in vocabulary order.
-
-        weights      3     0    2     5            total 10
-        uniform   |-----|    |----|---------|      0.3 -> token 2, never token 1
-                  0     3    3    5        10
-
-    `weights` [R, V] int64, `uniforms` [R, 1] float64 in [0, 1), `otherwise` [R] for rows whose weights are all 0.
-    """
-    sums = weights.cumsum(dim=-1)
-    totals = sums[:, -1:]
-    # Less than the total even where float64 rounds: a uniform is at most 1 - 2**-53, which takes half an ulp off.
-    marks = (uniforms * totals).floor().to(torch.int64)
-    token_ids = torch.searchsorted(sums, marks, right=True).squeeze(1)
-    return torch.where(totals.squeeze(1) > 0, token_ids, otherwise)
+    return weights.masked_fill(weights < min_p * ONE, 0)

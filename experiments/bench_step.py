@@ -66,7 +66,7 @@ Typical = Callable[[Sequence[float]], float]
 
 def measure(point: Point, sides: Sequence[Side], cost: ModelCost, rounds: int, typical: Typical) -> Result:
     torch.set_num_threads(point.threads)
-    probe = MachineProbe()
+    probe = MachineProbe(_bytes_read(point, cost))
     steps = {side.name: _step_of(side, point) for side in sides}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):
@@ -81,6 +81,12 @@ def measure(point: Point, sides: Sequence[Side], cost: ModelCost, rounds: int, t
 
 def _step_of(side: Side, point: Point) -> Step:
     return side.decode(point.batch, point.context) if point.kind == "decode" else side.prefill(point.context)
+
+
+def _bytes_read(point: Point, cost: ModelCost) -> int:
+    """What a step reads at least once; of a prompt's own K and V, which it has just written, none."""
+    kv_bytes = cost.kv_bytes(point.batch, point.context) if point.kind == "decode" else 0
+    return cost.weight_bytes + kv_bytes
 
 
 def _floor(point: Point, cost: ModelCost, machine: Machine) -> float:

@@ -3,7 +3,9 @@
     decode step   max(weight bytes / bandwidth, linear FLOPs / peak)  +  KV bytes / bandwidth
     prefill       (linear FLOPs + attention FLOPs) / peak
 
-Bandwidth and peak are measured with torch alone, beside the steps they are compared with.
+Bandwidth and peak are measured with torch alone, beside the steps they are compared with. The bandwidth is that of
+reading as many bytes as the step reads, once a round, between the same neighbours: so the caches hold of the probe's
+bytes what they can hold of the step's, and no floor is met or missed for the size of a buffer.
 """
 
 import time
@@ -15,8 +17,6 @@ import torch
 
 from engine.model_config import ModelConfig
 
-_READ_BYTES: Final = 256 << 20
-"""Larger than any cache near a core."""
 _MATMUL_SIZE: Final = 2048
 _ITEM_BYTES: Final = 2
 """Of bfloat16."""
@@ -29,10 +29,10 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 class MachineProbe:
-    """Measures read bandwidth and bf16 matmul peak again and again."""
+    """Measures read bandwidth over `read_bytes` and bf16 matmul peak again and again."""
 
-    def __init__(self) -> None:
-        self._buffer = torch.ones(_READ_BYTES // 4)
+    def __init__(self, read_bytes: int) -> None:
+        self._buffer = torch.ones(read_bytes // 4)
         self._left = torch.randn(_MATMUL_SIZE, _MATMUL_SIZE).bfloat16()
         self._right = torch.randn(_MATMUL_SIZE, _MATMUL_SIZE).bfloat16()
         self._reads: list[float] = []
@@ -46,7 +46,7 @@ class MachineProbe:
 
     def result(self, typical: Callable[[Sequence[float]], float]) -> "Machine":
         """The machine's speed; `typical` makes one time of all samples, as it does for the steps."""
-        return Machine(_READ_BYTES / typical(self._reads), 2 * _MATMUL_SIZE**3 / typical(self._products))
+        return Machine(self._buffer.nbytes / typical(self._reads), 2 * _MATMUL_SIZE**3 / typical(self._products))
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,19 @@ class ModelCost:
     def _head_weights(self) -> int:
         return self.config.vocab_size * self.config.hidden_size
 
+    @property
+    def weight_bytes(self) -> int:
+        return (self._layer_weights + self._head_weights) * _ITEM_BYTES
+
+    def kv_bytes(self, batch: int, context: int) -> int:
+        """K and V of `batch` rows of `context` tokens."""
+        return batch * context * 2 * self.config.num_layers * self.config.kv_size * _ITEM_BYTES
+
     def decode_floor(self, machine: Machine, batch: int, context: int) -> float:
         """Seconds of a step of `batch` rows of one token, each seeing `context` tokens."""
-        weights = self._layer_weights + self._head_weights
-        linears = max(weights * _ITEM_BYTES / machine.bandwidth, 2 * batch * weights / machine.peak)
-        kv_bytes = batch * context * 2 * self.config.num_layers * self.config.kv_size * _ITEM_BYTES
-        return linears + kv_bytes / machine.bandwidth
+        flops = 2 * batch * (self._layer_weights + self._head_weights)
+        linears = max(self.weight_bytes / machine.bandwidth, flops / machine.peak)
+        return linears + self.kv_bytes(batch, context) / machine.bandwidth
 
     def prefill_floor(self, machine: Machine, tokens: int) -> float:
         """Seconds for one prompt; the output layer runs for its last token only."""

@@ -60,7 +60,7 @@ class EngineSide:
         for layer in range(loaded.config.num_layers):
             for pool in kv_cache.layer(layer):
                 pool.normal_()
-        sampler = Sampler(loaded.config.vocab_size, loaded.eos_token_ids, loaded.device)
+        sampler = Sampler(loaded.config.vocab_size, loaded.eos_token_ids, loaded.device, loaded.kernels.sampling)
         runner = Runner(loaded.model, loaded.kernels, kv_cache, sampler)
         rows = _rows(shapes)
         return lambda: runner.step(rows)

@@ -9,10 +9,13 @@ A pool is one layer's K or V, [num_blocks, block_size, num_kv_heads, head_dim]. 
 Slots that no token has been written to may hold anything, NaN included; no backend lets them reach a result.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from kernels.sampling import SamplingKernels
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,55 @@ class PreparedBlock(Protocol):
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@dataclass(frozen=True)
+class LayerParts:
+    """A pre-norm decoder layer: what it is made of. N: hidden size, D: head size."""
+
+    attention_norm: torch.Tensor  # [N]
+    qkv: PreparedLinear
+    query_norm: torch.Tensor | None  # [D], of each head before its rotation
+    key_norm: torch.Tensor | None
+    out: PreparedLinear
+    mlp_norm: torch.Tensor  # [N]
+    gate_up: PreparedLinear
+    down: PreparedLinear
+    eps: float
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """What all layers share of a step whose rows have one token each. T: rows."""
+
+    cos: torch.Tensor  # [T, D / 2] float32
+    sin: torch.Tensor
+    slot_mapping: torch.Tensor  # [T] int64
+    rows: RaggedRows
+    pool_dtype: torch.dtype
+
+
+class LayerRun(Protocol):
+    """One step's way through the layers, in their order."""
+
+    def __call__(self, index: int, k_pool: torch.Tensor, v_pool: torch.Tensor) -> None:
+        """Computes layer `index`: its K and V go into the pool; `hidden` becomes what its mlp adds and `residual` the
+        sum before that, in place."""
+        ...
+
+
+class PreparedLayers(Protocol):
+    """All layers of a model."""
+
+    def begin(self, hidden: torch.Tensor, residual: torch.Tensor, step: DecodeStep) -> LayerRun | None:
+        """A run over `hidden` and `residual`, both [T, N] and contiguous, which it overwrites. None: this step is for
+        the single kernels."""
+        ...
+
+
 class Kernels(Protocol):
     """A backend. T: tokens of the batch; H, G: query and KV heads; D: head size."""
 
@@ -65,6 +117,9 @@ class Kernels(Protocol):
         """Whether calls can be recorded in a CUDA graph and repeated on other lengths: the kernels take them from the
         device, and read the host's copies as upper bounds."""
         ...
+
+    @property
+    def sampling(self) -> SamplingKernels: ...
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False) -> PreparedLinear:
         """The linear layer of weight [out_features, in_features] and bias [out_features], laid out for this backend.
@@ -81,6 +136,11 @@ class Kernels(Protocol):
     def norm_mlp(self, norm: torch.Tensor, eps: float, gate_up: PreparedLinear, down: PreparedLinear) -> PreparedBlock:
         """rms_norm by the weight `norm` [N], then `down(silu_mul(gate_up(...)))` of linears that this backend has
         prepared."""
+        ...
+
+    def prepare_layers(self, layers: Sequence[LayerParts]) -> PreparedLayers | None:
+        """All decoder layers of a model as one call each, if this backend has such a call. For steps so small that the
+        calls between kernels count; the twin is the same layer out of single kernels (`engine.model.DecoderLayer`)."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -4,14 +4,15 @@ Attention runs one row at a time on the gathered tokens of that row alone, so a 
 rows beside it, and no slot outside its context is ever an operand.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from kernels.composed import ComposedMlp, ComposedNormLinear
-from kernels.face import PreparedBlock, PreparedLinear, RaggedRows
+from kernels.face import LayerParts, PreparedBlock, PreparedLinear, RaggedRows
+from kernels.sampling import SamplingKernels, TorchSampling
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class ReferenceKernels:
 
     name = "reference"
     capturable = False
+    sampling: SamplingKernels = TorchSampling()
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False) -> PreparedLinear:
         return TorchLinear(weight, bias, wide)
@@ -53,6 +55,9 @@ class ReferenceKernels:
 
     def norm_mlp(self, norm: torch.Tensor, eps: float, gate_up: PreparedLinear, down: PreparedLinear) -> PreparedBlock:
         return ComposedMlp(self, norm, eps, gate_up, down)
+
+    def prepare_layers(self, layers: Sequence[LayerParts]) -> None:
+        """A layer is its single kernels here."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()

@@ -68,7 +68,31 @@ def test_a_whole_run_prints_a_line_a_point_and_writes_json(tiny, tmp_path, capsy
 
 
 def test_the_probe_takes_what_is_typical():
-    probe = MachineProbe()
+    probe = MachineProbe(1 << 20)
     probe.measure()
     probe.measure()
     assert probe.result(min).bandwidth >= probe.result(max).bandwidth > 0
+
+
+def test_the_probe_reads_as_much_as_the_step(smollm2, monkeypatch):
+    cost, sizes = ModelCost(load_model_config(smollm2)), []
+
+    class Probe:
+        def __init__(self, read_bytes):
+            sizes.append(read_bytes)
+
+        def measure(self):
+            pass
+
+        def result(self, typical):
+            return MACHINE
+
+    monkeypatch.setattr(bench_step, "MachineProbe", Probe)
+    before = torch.get_num_threads()
+    try:
+        for point in (Point("decode", 8, 1024, 1), Point("prefill", 1, 512, 1)):
+            bench_step.measure(point, [], cost, 1, min)
+    finally:
+        torch.set_num_threads(before)
+    weights = 2 * (30 * 3_538_944 + 49_152 * 576)
+    assert sizes == [weights + 8 * 1024 * 30 * 2 * 192 * 2, weights]

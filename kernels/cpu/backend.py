@@ -5,17 +5,20 @@ product worth it. So does attention with a soft cap, which no architecture serve
 (`torch.set_num_threads`), asked for at every call.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 
 from kernels.composed import ComposedMlp, ComposedNormLinear
 from kernels.cpu.build import build, cache_folder
-from kernels.cpu.library import Library, TypedFunctions, open_library
+from kernels.cpu.layers import NativeLayers
+from kernels.cpu.library import Library, TypedFunctions, check_layout, open_library
 from kernels.cpu.linear import FusedMlp, FusedNormLinear, PackedLinear
-from kernels.face import PreparedBlock, PreparedLinear, RaggedRows
+from kernels.cpu.sampling import NativeSampling
+from kernels.face import LayerParts, PreparedBlock, PreparedLayers, PreparedLinear, RaggedRows
 from kernels.reference import ReferenceKernels
+from kernels.sampling import SamplingKernels
 
 
 class CpuKernels:
@@ -27,6 +30,7 @@ class CpuKernels:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._reference = ReferenceKernels()
+        self.sampling: SamplingKernels = NativeSampling(library)
         self._typed: Mapping[torch.dtype, TypedFunctions] = MappingProxyType(
             {torch.bfloat16: library.bf16, torch.float32: library.f32}
         )
@@ -55,6 +59,12 @@ class CpuKernels:
             return FusedMlp(linears, norm, eps, gate_up, down, composed)
         return composed
 
+    def prepare_layers(self, layers: Sequence[LayerParts]) -> PreparedLayers | None:
+        linears = self._library.linears
+        if linears is not None and NativeLayers.takes(layers):
+            return NativeLayers(linears.decode_layer, layers)
+        return None
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         typed = self._typed.get(x.dtype)
         if typed is None:
@@ -62,7 +72,7 @@ class CpuKernels:
         rows = _as_rows(x)
         outer, inner, size = rows.shape
         out = torch.empty(x.shape, dtype=x.dtype)
-        _check(x.dtype, weight)
+        check_layout(x.dtype, weight)
         typed.rms_norm(
             rows.data_ptr(), None, weight.data_ptr(), None, out.data_ptr(),
             outer, inner, rows.stride(0), rows.stride(1), size, eps, torch.get_num_threads(),
@@ -76,7 +86,7 @@ class CpuKernels:
         if typed is None:
             return self._reference.add_rms_norm(x, residual, weight, eps)
         x, residual = x.contiguous(), residual.contiguous()
-        _check(x.dtype, residual, weight)
+        check_layout(x.dtype, residual, weight)
         tokens, size = x.shape
         out, total = torch.empty_like(x), torch.empty_like(x)
         typed.rms_norm(
@@ -110,9 +120,9 @@ class CpuKernels:
         if typed is None:
             return self._reference.rope_store(query, key, value, cos, sin, k_pool, v_pool, slot_mapping)
         query, key, value = _heads_side_by_side(query), _heads_side_by_side(key), _heads_side_by_side(value)
-        _check(query.dtype, k_pool, v_pool)
-        _check(torch.float32, cos, sin)
-        _check(torch.int64, slot_mapping)
+        check_layout(query.dtype, k_pool, v_pool)
+        check_layout(torch.float32, cos, sin)
+        check_layout(torch.int64, slot_mapping)
         assert key.dtype == value.dtype == query.dtype, (query.dtype, key.dtype, value.dtype)
         tokens, heads, head_dim = query.shape
         rotated = torch.empty(tokens, heads, head_dim, dtype=query.dtype)
@@ -152,8 +162,8 @@ class CpuKernels:
         if typed is None or softcap is not None:
             return self._reference.paged_prefill(query, k_pool, v_pool, rows, scale, window, softcap)
         query = query.contiguous()
-        _check(query.dtype, k_pool, v_pool)
-        _check(torch.int32, rows.query_start, rows.context_lens)
+        check_layout(query.dtype, k_pool, v_pool)
+        check_layout(torch.int32, rows.query_start, rows.context_lens)
         tables = rows.block_tables
         assert tables.dtype == torch.int32, tables.dtype
         assert tables.stride(1) == 1, tables.stride()
@@ -170,7 +180,7 @@ class CpuKernels:
         self, k_pool: torch.Tensor, v_pool: torch.Tensor, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Any dtype: tokens are bytes here."""
-        _check(torch.int64, slots)
+        check_layout(torch.int64, slots)
         return self._gather(k_pool, slots), self._gather(v_pool, slots)
 
     def _gather(self, pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -189,12 +199,12 @@ class CpuKernels:
         head_start: int,
     ) -> None:
         """Any dtype: tokens are bytes here."""
-        _check(torch.int64, slots)
+        check_layout(torch.int64, slots)
         self._splice(k_pool, slots, key.contiguous(), head_start)
         self._splice(v_pool, slots, value.contiguous(), head_start)
 
     def _splice(self, pool: torch.Tensor, slots: torch.Tensor, source: torch.Tensor, head_start: int) -> None:
-        _check(source.dtype, pool)
+        check_layout(source.dtype, pool)
         head_bytes = pool.shape[3] * pool.element_size()
         self._library.splice(
             pool.data_ptr(), slots.data_ptr(), source.data_ptr(), len(slots), _token_bytes(pool),
@@ -216,10 +226,3 @@ def _as_rows(x: torch.Tensor) -> torch.Tensor:
 def _heads_side_by_side(x: torch.Tensor) -> torch.Tensor:
     """x [T, heads, D] as it is if each token's heads lie side by side, as in a slice of a fused product."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
-
-
-def _check(dtype: torch.dtype, *tensors: torch.Tensor) -> None:
-    """The library takes addresses: a wrong format or a gap would be read as numbers."""
-    for tensor in tensors:
-        assert tensor.dtype == dtype, f"{tensor.dtype} where {dtype} is due"
-        assert tensor.is_contiguous(), tensor.stride()

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from kernels.errors import UnavailableBackendError
 
 _P: Final = ctypes.c_void_p
@@ -53,6 +55,8 @@ class LinearFunctions:
     norm_linear: Function
     # gate_up, down, norm, eps, x, residual, total, out, rows, threads
     norm_mlp: Function
+    # layer and step (kernels/cpu/layers.py), both pools
+    decode_layer: Function
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,10 @@ class Library:
     gather: Function  # pool, slots, out, count, bytes of a token
     splice: Function  # pool, slots, source, count, bytes of a token, first byte, bytes of a source token
     linears: LinearFunctions | None
+    greatest: Function  # logits, rows, vocabulary size, values, ids, threads
+    # logits, rows, vocabulary size, peaks, temperatures, weights, doubts, room for them, threads
+    token_weights: Function
+    invert: Function  # weights, rows, vocabulary size, uniforms, otherwise, ids, threads
 
 
 def open_library(path: Path) -> Library:
@@ -78,6 +86,9 @@ def open_library(path: Path) -> Library:
         gather=_function(shared, "gather", _P, _P, _P, _N, _N),
         splice=_function(shared, "splice", _P, _P, _P, _N, _N, _N, _N),
         linears=_linears(shared) if shared.kvsplice_has_linear() else None,
+        greatest=_function(shared, "greatest", _P, _N, _N, _P, _P, _I),
+        token_weights=_function(shared, "token_weights", _P, _N, _N, *[_P] * 4, _N, _I),
+        invert=_function(shared, "invert", _P, _N, _N, *[_P] * 3, _I),
     )
 
 
@@ -88,6 +99,7 @@ def _linears(shared: Any) -> LinearFunctions:
         linear=_function(shared, "linear", weights, _P, _N, _N, _P, _I, _I),
         norm_linear=_function(shared, "norm_linear", weights, _P, _F, *[_P] * 4, _N, _I),
         norm_mlp=_function(shared, "norm_mlp", weights, weights, _P, _F, *[_P] * 4, _N, _I),
+        decode_layer=_function(shared, "decode_layer", *[_P] * 4),
     )
 
 
@@ -105,3 +117,10 @@ def _function(shared: Any, name: str, *argtypes: Any) -> Function:
     function.argtypes = argtypes
     function.restype = None
     return function  # type: ignore[no-any-return]
+
+
+def check_layout(dtype: torch.dtype, *tensors: torch.Tensor) -> None:
+    """The library takes addresses: a wrong format or a gap would be read as numbers."""
+    for tensor in tensors:
+        assert tensor.dtype == dtype, f"{tensor.dtype} where {dtype} is due"
+        assert tensor.is_contiguous(), tensor.stride()

@@ -33,8 +33,8 @@ class PackedLinear:
         self._bias = None if bias is None else bias.detach().contiguous()
         bias_address = None if self._bias is None else self._bias.data_ptr()
         # Lives as long as this object: the reference points into it.
-        self._weights = PackedWeights(self._packed.data_ptr(), bias_address, self.out_features, self.in_features)
-        self.reference = ctypes.byref(self._weights)
+        self.weights = PackedWeights(self._packed.data_ptr(), bias_address, self.out_features, self.in_features)
+        self.reference = ctypes.byref(self.weights)
         self._product = functions.linear
         self._wide = wide
         self._out_dtype = torch.float32 if wide else torch.bfloat16

@@ -1,10 +1,13 @@
 """The Triton kernels as a backend. Each method makes the outputs, checks what a kernel relies on, and launches."""
 
+from collections.abc import Sequence
+
 import torch
 
 from kernels.composed import ComposedMlp, ComposedNormLinear
-from kernels.face import PreparedBlock, PreparedLinear, RaggedRows
+from kernels.face import LayerParts, PreparedBlock, PreparedLinear, RaggedRows
 from kernels.reference import TorchLinear
+from kernels.sampling import SamplingKernels, TorchSampling
 from kernels.triton_backend.configs import AttentionConfigs, attention_configs
 from kernels.triton_backend.decode import decode_launches
 from kernels.triton_backend.elementwise import norm_launch, silu_mul_launch
@@ -21,6 +24,7 @@ class TritonKernels:
 
     name = "triton"
     capturable = True
+    sampling: SamplingKernels = TorchSampling()
 
     def __init__(self, architecture: str, attention: AttentionConfigs | None = None) -> None:
         self._architecture = architecture
@@ -35,6 +39,9 @@ class TritonKernels:
 
     def norm_mlp(self, norm: torch.Tensor, eps: float, gate_up: PreparedLinear, down: PreparedLinear) -> PreparedBlock:
         return ComposedMlp(self, norm, eps, gate_up, down)
+
+    def prepare_layers(self, layers: Sequence[LayerParts]) -> None:
+        """A layer is its single kernels here."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x if x.stride(-1) == 1 and x.dim() <= 3 else x.contiguous().flatten(0, -2)

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 
 from engine import sampler as sampler_module
-from engine.sampler import Sampler, invert, keep_min_p, keep_top, token_weights
+from engine.sampler import Sampler, keep_min_p, keep_top
+from kernels.sampling import TorchSampling
 from tests.engine.made_requests import request_with
 
 EOS = frozenset({2, 3})
@@ -51,7 +52,7 @@ def kept(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 def kept_by_sampler(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     rows = torch.tensor([logits], dtype=torch.float32)
-    weights = token_weights(rows, rows.amax(dim=-1), torch.tensor([[temperature]], dtype=torch.float64))
+    weights = TorchSampling().token_weights(rows, rows.amax(dim=-1), torch.tensor([[temperature]], dtype=torch.float64))
     weights = keep_top(weights, [top_k or len(logits)], [top_p])
     weights = keep_min_p(weights, torch.tensor([[min_p]], dtype=torch.float64))
     return set(weights[0].nonzero().flatten().tolist())
@@ -156,7 +157,7 @@ def test_rows_of_one_batch_keep_their_own_filters():
 )
 def test_inversion_never_lands_on_a_token_of_weight_0(uniform, expected):
     weights = torch.tensor([[0, 3, 0, 2, 5, 0]])
-    drawn = invert(weights, torch.tensor([[uniform]], dtype=torch.float64), torch.tensor([0]))
+    drawn = TorchSampling().invert(weights, torch.tensor([[uniform]], dtype=torch.float64), torch.tensor([0]))
     assert drawn.tolist() == [expected]
 
 
@@ -164,7 +165,7 @@ def test_inversion_never_lands_on_a_token_of_weight_0(uniform, expected):
 def test_inversion_survives_sums_beyond_float64_precision(exponent, offset):
     total = max(2, min((1 << exponent) + offset, (1 << 62) - 1))
     weights = torch.tensor([[total - 1, 0, 1, 0]])
-    drawn = invert(weights, torch.tensor([[1 - 2**-53]], dtype=torch.float64), torch.tensor([0]))
+    drawn = TorchSampling().invert(weights, torch.tensor([[1 - 2**-53]], dtype=torch.float64), torch.tensor([0]))
     assert drawn.item() in (0, 2)  # neither a token of weight 0 nor past the end
 
 

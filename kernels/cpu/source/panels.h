@@ -90,16 +90,19 @@ static inline void with_rows(int rows, F&& f) {
     }
 }
 
-static inline i64 blocks_of(i64 rows) { return (rows + kMaxRows - 1) / kMaxRows; }
+template <int MAX = kMaxRows>
+static inline i64 blocks_of(i64 rows) {
+    return (rows + MAX - 1) / MAX;
+}
 
 // Calls f(first row, integral_constant<int, rows>) for blocks of nearly equal height: 16 rows are 8 + 8, not 12 + 4.
-template <class F>
+template <int MAX = kMaxRows, class F>
 static inline void each_block(i64 rows, F&& f) {
-    const i64 blocks = blocks_of(rows);
+    const i64 blocks = blocks_of<MAX>(rows);
     for (i64 block = 0; block < blocks; ++block) {
         const i64 first = rows * block / blocks;
         const int height = int(rows * (block + 1) / blocks - first);
-        with_rows(height, [&](auto constant) { f(first, constant); });
+        with_rows<MAX>(height, [&](auto constant) { f(first, constant); });
     }
 }
 

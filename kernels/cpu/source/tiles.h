@@ -46,27 +46,6 @@ struct TokenPointers {
     }
 };
 
-// Cache lines that will be needed, asked for a few at a time while something else is computed: they come from memory
-// meanwhile, where a burst of prefetches would mostly be dropped.
-struct Wishes {
-    const char** lines = nullptr;
-    i64 next = 0, count = 0;
-
-    // The next `wanted` lines, or null if there are not so many left.
-    const char* const* take(i64 wanted) {
-        if (next + wanted > count) return nullptr;
-        next += wanted;
-        return lines + next - wanted;
-    }
-
-    template <int WANTED>
-    inline __attribute__((always_inline)) void ask() {  // inlined: GCC drops calls whose only effect is a prefetch
-        const char* const* some = take(WANTED);
-        if (!some) return;
-        for (int i = 0; i < WANTED; ++i) __builtin_prefetch(some[i]);
-    }
-};
-
 #if defined(__AVX512F__)
 
 // 16 x 16 transpose of 32-bit units: source[t] + unit  ->  target[unit * kPanel + t], `units` of 16 stored.
@@ -104,12 +83,11 @@ static inline void transpose_16(const std::int32_t* const* source, i64 first, in
 }
 
 template <class T>
-static inline void pack_keys_32bit(const TokenPointers<T>& tokens, int units, std::int32_t* target, Wishes& wishes) {
+static inline void pack_keys_32bit(const TokenPointers<T>& tokens, int units, std::int32_t* target) {
     for (int token = 0; token < tokens.count; token += 16) {
         std::int32_t* column = target + token / kPanel * units * kPanel + token % kPanel;
         for (int unit = 0; unit < units; unit += 16) {
             const int width = units - unit < 16 ? units - unit : 16;
-            wishes.ask<8>();
             transpose_16((const std::int32_t* const*)(tokens.at + token), unit, width, column + unit * kPanel);
         }
     }
@@ -118,10 +96,10 @@ static inline void pack_keys_32bit(const TokenPointers<T>& tokens, int units, st
 #endif
 
 template <class T, class X>
-static void pack_keys(const TokenPointers<T>& tokens, i64 head_dim, X* target, [[maybe_unused]] Wishes& wishes) {
+static void pack_keys(const TokenPointers<T>& tokens, i64 head_dim, X* target) {
 #if defined(__AVX512F__)
     if constexpr (std::is_same_v<T, X>) {
-        pack_keys_32bit(tokens, int(head_dim / kPair<X>), (std::int32_t*)target, wishes);
+        pack_keys_32bit(tokens, int(head_dim / kPair<X>), (std::int32_t*)target);
         return;
     }
 #endif
@@ -150,29 +128,40 @@ static void pack_values_generic(const TokenPointers<T>& tokens, i64 head_dim, X*
 }
 
 template <class T, class X>
-static void pack_values(const TokenPointers<T>& tokens, i64 head_dim, X* target, Wishes&) {
+static void pack_values(const TokenPointers<T>& tokens, i64 head_dim, X* target) {
     pack_values_generic(tokens, head_dim, target);
 }
 
 #if defined(KVSPLICE_DOT_BF16)
 
-// Two tokens at a time, their columns interleaved.
+// Interleaves 32 columns of two tokens: (even[0], odd[0], even[1], ...), the first 16 columns and the other 16.
+struct PairsOfTokens {
+    __m512i first, second;
+
+    PairsOfTokens() {
+        alignas(64) static constexpr std::uint16_t kFront[32] = {
+            0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+            8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+        first = _mm512_load_si512(kFront);
+        second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+    }
+
+    __m512i front(__m512i even, __m512i odd) const { return _mm512_permutex2var_epi16(even, first, odd); }
+    __m512i back(__m512i even, __m512i odd) const { return _mm512_permutex2var_epi16(even, second, odd); }
+};
+
 template <>
-void pack_values(const TokenPointers<bf16>& tokens, i64 head_dim, bf16* target, Wishes& wishes) {
-    alignas(64) static constexpr std::uint16_t kFront[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                             8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const __m512i front = _mm512_load_si512(kFront);
-    const __m512i back = _mm512_add_epi16(front, _mm512_set1_epi16(16));
+void pack_values(const TokenPointers<bf16>& tokens, i64 head_dim, bf16* target) {
+    const PairsOfTokens pairs;
     for (i64 first = 0; first < head_dim; first += kPanel) {
         const i64 width = head_dim - first < kPanel ? head_dim - first : kPanel;
         const __mmask32 wanted = __mmask32((std::uint64_t(1) << width) - 1);
         bf16* line = target + first * kTile;
         for (int token = 0; token < tokens.count; token += 2, line += 2 * kPanel) {
-            wishes.ask<1>();
             const __m512i even = _mm512_maskz_loadu_epi16(wanted, tokens.at[token] + first);
             const __m512i odd = _mm512_maskz_loadu_epi16(wanted, tokens.at[token + 1] + first);
-            _mm512_store_si512(line, _mm512_permutex2var_epi16(even, front, odd));
-            _mm512_store_si512(line + kPanel, _mm512_permutex2var_epi16(even, back, odd));
+            _mm512_store_si512(line, pairs.front(even, odd));
+            _mm512_store_si512(line + kPanel, pairs.back(even, odd));
         }
     }
 }
