@@ -7,6 +7,7 @@ product worth it. So does attention with a soft cap, which no architecture serve
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Final
 
 import torch
 
@@ -14,8 +15,10 @@ from kernels.composed import ComposedMlp, ComposedNormLinear
 from kernels.cpu.build import build, cache_folder
 from kernels.cpu.library import Library, TypedFunctions, open_library
 from kernels.cpu.linear import FusedMlp, FusedNormLinear, PackedLinear
-from kernels.face import PreparedBlock, PreparedLinear, RaggedRows
+from kernels.face import KvScales, PreparedBlock, PreparedLinear, RaggedRows
 from kernels.reference import ReferenceKernels
+
+_OWN_FORMAT: Final = "kernels.select gives pools of another format to the reference"
 
 
 class CpuKernels:
@@ -105,7 +108,9 @@ class CpuKernels:
         k_pool: torch.Tensor,
         v_pool: torch.Tensor,
         slot_mapping: torch.Tensor,
+        scales: KvScales | None = None,
     ) -> torch.Tensor:
+        assert scales is None, _OWN_FORMAT
         typed = self._typed.get(query.dtype)
         if typed is None:
             return self._reference.rope_store(query, key, value, cos, sin, k_pool, v_pool, slot_mapping)
@@ -132,8 +137,10 @@ class CpuKernels:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        scales: KvScales | None = None,
     ) -> torch.Tensor:
         """One kernel serves both: a row of one query is cut into segments of tokens there."""
+        assert scales is None, _OWN_FORMAT
         if query.dtype not in self._typed or softcap is not None:
             return self._reference.paged_decode(query, k_pool, v_pool, rows, scale, window, softcap)
         return self.paged_prefill(query, k_pool, v_pool, rows, scale, window)
@@ -147,7 +154,9 @@ class CpuKernels:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        scales: KvScales | None = None,
     ) -> torch.Tensor:
+        assert scales is None, _OWN_FORMAT
         typed = self._typed.get(query.dtype)
         if typed is None or softcap is not None:
             return self._reference.paged_prefill(query, k_pool, v_pool, rows, scale, window, softcap)
