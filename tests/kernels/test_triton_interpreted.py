@@ -30,6 +30,7 @@ def loops_over_lengths():
 
 @pytest.mark.skipif(not loops_over_lengths(), reason="needs triton 3.7: 3.6's interpreter breaks on current numpy")
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@pytest.mark.timeout(900)  # a hundred checks at once: 40 s alone, minutes beside others
 def test_all_checks_pass_in_a_process_of_its_own():
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
