@@ -9,7 +9,7 @@ ARGS ?=
 URL ?= http://127.0.0.1:8000
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check kernels-aot bench-step bench-mixed bench-transfer venv fetch-model clean
+.PHONY: help serve test check kernels-aot bench-step bench-mixed bench-transfer venv fetch-model clean bench-kernels
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
@@ -37,6 +37,9 @@ bench-mixed: $(INSTALLED)  ## Time streams with and without long prompts: make b
 
 bench-transfer: $(INSTALLED)  ## Time the KV transfer over loopback against bare sockets
 	$(VENV)/bin/python -m experiments.transfer_bench $(ARGS)
+
+bench-kernels: $(INSTALLED)  ## Time each kernel on a GPU against its floor; ARGS='--device cpu' for the CPU's kernels
+	$(VENV)/bin/python -m experiments.kernel_bench $(ARGS)
 
 venv: $(INSTALLED)  ## Make .venv with pinned dependencies
 

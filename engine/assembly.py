@@ -55,7 +55,13 @@ def assemble(
     device and kernels can. Raises EngineError subclasses."""
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
-    loaded = load(model_path, dtype=config.dtype, device=config.device, kernels=config.kernels)
+    loaded = load(
+        model_path,
+        dtype=config.dtype,
+        device=config.device,
+        kernels=config.kernels,
+        kv_cache_dtype=config.kv_cache_dtype,
+    )
     max_model_len = resolve_max_model_len(loaded.config, config.max_model_len)
     sampler = Sampler(loaded.config.vocab_size, loaded.eos_token_ids, loaded.device, loaded.kernels.sampling)
     settings = PoolSettings(

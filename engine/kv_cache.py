@@ -6,15 +6,18 @@
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
 from engine.batch import slots_of
 from engine.errors import CapacityError
-from kernels.face import Kernels
+from kernels.face import Kernels, KvScales
 from kvtransfer.messages import KvLayout
 
 GIB = 1 << 30
+FLOAT8: Final = "float8_e4m3fn"
+"""The dtype of a pool that keeps numbers in one byte, with scales."""
 
 
 def bytes_per_block(layout: KvLayout) -> int:
@@ -34,16 +37,26 @@ class KvCache:
     """Allocates the pool and moves token ranges in and out of it. Memory is not touched before it is written."""
 
     def __init__(
-        self, layout: KvLayout, num_blocks: int, kernels: Kernels, device: torch.device, *, with_scratch: bool = False
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        kernels: Kernels,
+        device: torch.device,
+        *,
+        scales: Sequence[KvScales] | None = None,
+        with_scratch: bool = False,
     ) -> None:
-        """`with_scratch`: one block more, behind the others, that padding rows write to. Raises CapacityError if the
-        device cannot give the memory."""
+        """`scales`: of each layer, for float8 and nothing else. `with_scratch`: one block more, behind the others, that
+        padding rows write to. Raises CapacityError if the device cannot give the memory."""
         assert num_blocks > 0, num_blocks
+        assert (scales is not None) == (layout.dtype == FLOAT8), layout.dtype
+        assert scales is None or len(scales) == layout.num_layers, (scales, layout.num_layers)
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device
         self._with_scratch = with_scratch
         self._kernels = kernels
+        self._scales = scales
         shape = (
             layout.num_layers,
             2,
@@ -86,6 +99,10 @@ class KvCache:
         """K and V of one layer, each [num_blocks, block_size, num_kv_heads, head_dim] (and the scratch block behind
         those, if there is one); views of the pool."""
         return self._layers[index]
+
+    def scales(self, index: int) -> KvScales | None:
+        """Of one layer, for the kernels that read and write it; None where numbers are stored as they are."""
+        return None if self._scales is None else self._scales[index]
 
     def fill(self, value: float) -> None:
         """Overwrites every slot, for instance with NaN to prove that unused ones are never read."""

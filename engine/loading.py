@@ -10,36 +10,36 @@ import torch
 
 from engine.block_pool import blocks_for
 from engine.cuda_graphs import DecodeGraphs, Forward, GraphLimits, GraphRecorder, Replay
+from engine.dtypes import AUTO, name_of, select_dtype, select_kv_dtype
 from engine.errors import CapacityError, DeviceError, ModelError
-from engine.kv_cache import GIB, KvCache, bytes_per_block, dtype_named
+from engine.kv_cache import FLOAT8, GIB, KvCache, bytes_per_block
 from engine.model import CausalLm
 from engine.model_config import ModelConfig, load_model_config, read_json
 from engine.request import Request, ScheduledRow
 from engine.runner import Runner, Sample
-from engine.weights import checkpoint_dtype, load_weights
-from kernels.face import Kernels
+from engine.weights import load_weights
+from kernels.face import Kernels, KvScales
 from kernels.select import select_kernels
 from kvtransfer.errors import SettingsError
 from kvtransfer.messages import Fingerprint, KvLayout, RequestSpec, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-AUTO: Final = "auto"
 CUDA_OVERHEAD: Final = 512 << 20
 """What CUDA takes of a GPU for one process beside torch's allocator (context, kernels), about, in bytes."""
-DTYPES: Final = ("float32", "bfloat16", "float16")
-"""What a forward computes in, beside "auto": the checkpoint's own."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in the device's memory, and who it is."""
+    """A model in the device's memory, and who it is. `kv_dtype`: what its K and V are stored in."""
 
     model: CausalLm
     config: ModelConfig
     kernels: Kernels
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
+    kv_scales: tuple[KvScales, ...]  # of each layer; in use if `kv_dtype` is float8
     fingerprint: Fingerprint
     eos_token_ids: frozenset[int]
 
@@ -49,9 +49,15 @@ class LoadedModel:
             num_layers=self.config.num_layers,
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
-            dtype=_name_of(self.dtype),
+            dtype=name_of(self.kv_dtype),
             block_size=block_size,
         )
+
+    def make_kv_cache(self, num_blocks: int, block_size: int, *, with_scratch: bool = False) -> KvCache:
+        """A pool for this model. Raises CapacityError."""
+        layout = self.kv_layout(block_size)
+        scales = self.kv_scales if layout.dtype == FLOAT8 else None
+        return KvCache(layout, num_blocks, self.kernels, self.device, scales=scales, with_scratch=with_scratch)
 
 
 @dataclass(frozen=True)
@@ -72,26 +78,38 @@ class PoolSettings:
         return GraphLimits(self.max_num_seqs, self.max_model_len)
 
 
-def load(model_path: Path, *, dtype: str, device: str, kernels: str) -> LoadedModel:
+def load(model_path: Path, *, dtype: str, device: str, kernels: str, kv_cache_dtype: str = AUTO) -> LoadedModel:
     """Loads a checkpoint folder. Raises ModelError (the checkpoint), DeviceError, KernelsError (no such
     kernels), CapacityError (no memory for the weights)."""
     target = select_device(device)
-    backend = select_kernels(kernels, target)
-    config = load_model_config(model_path)
     compute_dtype = select_dtype(dtype, model_path)
+    kv_dtype = select_kv_dtype(kv_cache_dtype, compute_dtype)
+    backend = select_kernels(kernels, target, converts_kv=kv_dtype != compute_dtype)
+    config = load_model_config(model_path)
     model = _allocate(config, compute_dtype, target)
-    weights_digest = load_weights(model, model_path)
+    weights = load_weights(model, model_path)
     model.prepare(backend)
     fingerprint = Fingerprint(
         architecture=config.architecture,
         config=config.digest(),
-        weights=weights_digest,
-        dtype=_name_of(compute_dtype),
+        weights=weights.digest,
+        dtype=name_of(compute_dtype),
         vocab_size=config.vocab_size,
     )
     eos_token_ids = read_eos_token_ids(model_path)
-    logger.info("loaded %s (%s, %s, kernels %s)", model_path, config.architecture, fingerprint.dtype, backend.name)
-    return LoadedModel(model, config, backend, target, compute_dtype, fingerprint, eos_token_ids)
+    formats = f"{fingerprint.dtype}, KV {name_of(kv_dtype)}"
+    logger.info("loaded %s (%s, %s, kernels %s)", model_path, config.architecture, formats, backend.name)
+    return LoadedModel(
+        model=model,
+        config=config,
+        kernels=backend,
+        device=target,
+        dtype=compute_dtype,
+        kv_dtype=kv_dtype,
+        kv_scales=weights.kv_scales,
+        fingerprint=fingerprint,
+        eos_token_ids=eos_token_ids,
+    )
 
 
 def select_device(name: str) -> torch.device:
@@ -105,14 +123,6 @@ def select_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError(f"--device {name}: torch finds no usable GPU")
     return device
-
-
-def select_dtype(name: str, model_path: Path) -> torch.dtype:
-    """A dtype by name; "auto" is the checkpoint's. Raises ModelError for one that a forward cannot compute in."""
-    chosen = _name_of(checkpoint_dtype(model_path)) if name == AUTO else name
-    if chosen not in DTYPES:
-        raise ModelError(f"cannot compute in dtype {chosen!r}; choose one of: {', '.join(DTYPES)}")
-    return dtype_named(chosen)
 
 
 def read_eos_token_ids(model_path: Path) -> frozenset[int]:
@@ -141,7 +151,7 @@ def allocate_kv_cache(loaded: LoadedModel, settings: PoolSettings, sample: Sampl
     budget = _cpu_budget(settings) if loaded.device.type == "cpu" else _gpu_budget(loaded, settings, sample)
     scratch = settings.record_decode * bytes_per_block(layout)
     num_blocks = blocks_in(budget - scratch, layout, settings.max_model_len)
-    kv_cache = KvCache(layout, num_blocks, loaded.kernels, loaded.device, with_scratch=settings.record_decode)
+    kv_cache = loaded.make_kv_cache(num_blocks, settings.block_size, with_scratch=settings.record_decode)
     logger.info(
         "KV pool: %d blocks of %d tokens = %d tokens (%.1f GiB), max concurrency at %d tokens: %d",
         num_blocks,
@@ -234,7 +244,7 @@ def profile_step(loaded: LoadedModel, settings: PoolSettings, sample: Sample) ->
     """One step at full load over a pool of a single block: a chunk at the end of the longest request, beside as many
     rows of one token as fit, as long. All block tables name that block, so the memory used is real, the numbers are
     not. With a move of KV, it also has every kernel compiled before the first request."""
-    kv_cache = KvCache(loaded.kv_layout(settings.block_size), 1, loaded.kernels, loaded.device)
+    kv_cache = loaded.make_kv_cache(1, settings.block_size)
     kv_cache.fill(0.0)
     num_short = min(settings.max_num_seqs, settings.max_num_batched_tokens) - 1
     chunk = min(settings.max_num_batched_tokens - num_short, settings.max_model_len)
@@ -248,7 +258,7 @@ def profile_step(loaded: LoadedModel, settings: PoolSettings, sample: Sample) ->
 
 def profile_graphs(loaded: LoadedModel, settings: PoolSettings) -> None:
     """Runs each decode step that is going to be recorded, at its largest lengths, over a pool of a single block."""
-    kv_cache = KvCache(loaded.kv_layout(settings.block_size), 1, loaded.kernels, loaded.device, with_scratch=True)
+    kv_cache = loaded.make_kv_cache(1, settings.block_size, with_scratch=True)
     kv_cache.fill(0.0)
 
     def run_once(step: Callable[[], torch.Tensor]) -> Replay:
@@ -287,7 +297,3 @@ def _as_ids(file: str, value: Any) -> list[int]:
     if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
         raise ModelError(f"eos_token_id in {file} is {value!r}, neither a token id nor a list of them")
     return ids
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

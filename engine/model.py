@@ -106,7 +106,15 @@ class Attention(Block):
         query, key, value = self._split(fused, context.kernels)
         k_pool, v_pool = context.kv_cache.layer(self.index)
         query = context.kernels.rope_store(
-            query, key, value, context.cos, context.sin, k_pool, v_pool, context.batch.slot_mapping
+            query,
+            key,
+            value,
+            context.cos,
+            context.sin,
+            k_pool,
+            v_pool,
+            context.batch.slot_mapping,
+            context.kv_cache.scales(self.index),
         )
         if context.on_layer is not None:
             context.on_layer(self.index)
@@ -127,15 +135,16 @@ class Attention(Block):
     ) -> torch.Tensor:
         """The one place that chooses between the two attentions: rows of one token, and all others behind them."""
         batch, kernels = context.batch, context.kernels
+        options = (self.scale, self.window, None, context.kv_cache.scales(self.index))
         if batch.prefill is None and batch.decode is not None:
-            return kernels.paged_decode(query, k_pool, v_pool, batch.decode, self.scale, self.window)
+            return kernels.paged_decode(query, k_pool, v_pool, batch.decode, *options)
         parts = []
         if batch.decode is not None:
             queries = query[: batch.num_decode]
-            parts.append(kernels.paged_decode(queries, k_pool, v_pool, batch.decode, self.scale, self.window))
+            parts.append(kernels.paged_decode(queries, k_pool, v_pool, batch.decode, *options))
         if batch.prefill is not None:
             queries = query[batch.num_decode :]
-            parts.append(kernels.paged_prefill(queries, k_pool, v_pool, batch.prefill, self.scale, self.window))
+            parts.append(kernels.paged_prefill(queries, k_pool, v_pool, batch.prefill, *options))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -18,8 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import ModelError
+from engine.kv_scales import ScaleReader, is_kv_scale
 from engine.model import CausalLm
 from engine.model_config import ModelConfig, read_json
+from kernels.face import KvScales
 
 _SINGLE_FILE: Final = "model.safetensors"
 _SHARD_INDEX: Final = "model.safetensors.index.json"
@@ -38,18 +40,30 @@ class Placement:
     shape: tuple[int, ...]
 
 
-def load_weights(model: CausalLm, model_path: Path) -> str:
-    """Fills all parameters of `model` from a checkpoint folder and returns the weights digest.
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint holds beside parameters. The digest covers the scales: who agrees on it reads KV alike."""
+
+    digest: str
+    kv_scales: tuple[KvScales, ...]  # of each layer, on the model's device
+
+
+def load_weights(model: CausalLm, model_path: Path) -> Loaded:
+    """Fills all parameters of `model` from a checkpoint folder.
 
     Raises ModelError naming the file or tensor: unreadable, missing, surplus, or of the wrong shape.
     """
     placements = plan_placements(model.config)
     parameters = dict(model.named_parameters())
+    scales = ScaleReader(model.config)
     digests: dict[str, str] = {}
     for name, tensor in _stream(model_path):
         if name.endswith("rotary_emb.inv_freq"):
             continue  # old checkpoints carry it; it follows from the config
         digests[name] = _tensor_digest(tensor)
+        if is_kv_scale(name):
+            scales.take(name, tensor)
+            continue
         if name == _LM_HEAD and model.config.tied_embeddings:
             continue  # a second copy of the embedding; checked below
         placement = _placement_of(name, tensor, placements)
@@ -60,7 +74,7 @@ def load_weights(model: CausalLm, model_path: Path) -> str:
         raise ModelError(f"{model_path} lacks {len(missing)} weights, among them {min(missing)}")
     if model.config.tied_embeddings and digests.pop(_LM_HEAD, digests[_EMBEDDING]) != digests[_EMBEDDING]:
         raise ModelError(f"config.json ties the embeddings, but {_LM_HEAD} differs from {_EMBEDDING}")
-    return _combined_digest(digests)
+    return Loaded(_combined_digest(digests), scales.scales(model.embedding.device))
 
 
 def checkpoint_dtype(model_path: Path) -> torch.dtype:

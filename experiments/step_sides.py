@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from engine.block_pool import blocks_for
-from engine.kv_cache import KvCache
 from engine.loading import load
 from engine.request import Request, ScheduledRow
 from engine.runner import Runner
@@ -56,7 +55,7 @@ class EngineSide:
         """`shapes`: (context length, tokens to compute) of each row."""
         loaded = self._loaded
         blocks = sum(blocks_for(context, _BLOCK_SIZE) for context, _ in shapes)
-        kv_cache = KvCache(loaded.kv_layout(_BLOCK_SIZE), blocks, loaded.kernels, loaded.device)
+        kv_cache = loaded.make_kv_cache(blocks, _BLOCK_SIZE)
         for layer in range(loaded.config.num_layers):
             for pool in kv_cache.layer(layer):
                 pool.normal_()

@@ -2,7 +2,8 @@
 
 Knows pools, slots and ragged rows of queries; no requests, no model, no scheduler.
 
-A pool is one layer's K or V, [num_blocks, block_size, num_kv_heads, head_dim]. A slot is one token's place in it:
+A pool is one layer's K or V, [num_blocks, block_size, num_kv_heads, head_dim], of the queries' dtype or another one. A
+slot is one token's place in it:
 
     slot = block_id * block_size + offset in the block          (64-bit: the pool may hold more than 2**31 elements)
 
@@ -16,6 +17,17 @@ from typing import Protocol
 import torch
 
 from kernels.sampling import SamplingKernels
+
+
+@dataclass(frozen=True)
+class KvScales:
+    """What one layer's stored numbers are to be multiplied by. A float8 pool comes with scales, no other one does.
+
+    stored = round(number / scale), at most the largest number of the format;     number ~ stored * scale
+    """
+
+    key: torch.Tensor  # [G] float32, positive
+    value: torch.Tensor  # [G]
 
 
 @dataclass(frozen=True)
@@ -168,11 +180,13 @@ class Kernels(Protocol):
         k_pool: torch.Tensor,
         v_pool: torch.Tensor,
         slot_mapping: torch.Tensor,
+        scales: KvScales | None = None,
     ) -> torch.Tensor:
         """Rotates queries and keys (RoPE, Su et al. 2021, arXiv:2104.09864; halves as pairs), writes keys and values
         into the pool, and returns the rotated queries.
 
-        query: [T, H, D]; key, value: [T, G, D]; cos, sin: [T, D / 2] float32; slot_mapping: [T] int64.
+        query: [T, H, D]; key, value: [T, G, D]; cos, sin: [T, D / 2] float32; slot_mapping: [T] int64. Keys and values
+        are rounded to their own dtype, then to the pool's: beyond its largest number they saturate, NaN stays NaN.
         """
         ...
 
@@ -185,6 +199,7 @@ class Kernels(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        scales: KvScales | None = None,
     ) -> torch.Tensor:
         """Attention of rows that have one query each, or one that is to be ignored and a context of no tokens: zeros.
         Arguments and result as in `paged_prefill`."""
@@ -199,6 +214,7 @@ class Kernels(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        scales: KvScales | None = None,
     ) -> torch.Tensor:
         """Causal attention of rows with any number of queries over the pool; [T, H, D] like `query`.
 

@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from kernels.composed import ComposedMlp, ComposedNormLinear
-from kernels.face import LayerParts, PreparedBlock, PreparedLinear, RaggedRows
+from kernels.face import KvScales, LayerParts, PreparedBlock, PreparedLinear, RaggedRows
 from kernels.sampling import SamplingKernels, TorchSampling
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One row's share of a batch: queries [query_begin, query_end), tokens [first, context) of its context."""
+    """One row's share of a batch: queries [query_begin, query_end), tokens [first, context) of its context. Keys and
+    values are numbers that attention can take: as stored, or in float32."""
 
     query_begin: int
     query_end: int
@@ -84,8 +85,13 @@ class ReferenceKernels:
         k_pool: torch.Tensor,
         v_pool: torch.Tensor,
         slot_mapping: torch.Tensor,
+        scales: KvScales | None = None,
     ) -> torch.Tensor:
-        self.splice_kv(k_pool, v_pool, slot_mapping, _rotate(key, cos, sin), value, head_start=0)
+        check_scales(k_pool, v_pool, scales)
+        k_scale, v_scale = _parts(scales)
+        key = _stored(_rotate(key, cos, sin), k_pool.dtype, k_scale)
+        value = _stored(value, v_pool.dtype, v_scale)
+        self.splice_kv(k_pool, v_pool, slot_mapping, key, value, head_start=0)
         return _rotate(query, cos, sin)
 
     def paged_decode(
@@ -97,14 +103,16 @@ class ReferenceKernels:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        scales: KvScales | None = None,
     ) -> torch.Tensor:
+        check_scales(k_pool, v_pool, scales)
         output = torch.empty_like(query)
         num_heads, head_dim = query.shape[1:]
-        for index, row in enumerate(_each_row(k_pool, v_pool, rows, window)):
+        for index, row in enumerate(_each_row(k_pool, v_pool, rows, window, query.dtype, scales)):
             # The query heads that share a KV head become the queries of one small attention: nothing is repeated.
             grouped = query[index].reshape(1, k_pool.shape[2], -1, head_dim)
             keys, values = _heads_first(row.keys), _heads_first(row.values)
-            attended = _attention(grouped, keys, values, None, scale, softcap)
+            attended = _attention(grouped.to(keys.dtype), keys, values, None, scale, softcap)
             output[index] = attended.reshape(num_heads, head_dim)
         return output
 
@@ -117,11 +125,13 @@ class ReferenceKernels:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        scales: KvScales | None = None,
     ) -> torch.Tensor:
+        check_scales(k_pool, v_pool, scales)
         output = torch.empty_like(query)
-        for row in _each_row(k_pool, v_pool, rows, window):
+        for row in _each_row(k_pool, v_pool, rows, window, query.dtype, scales):
             attended = _attention(
-                _heads_first(query[row.query_begin : row.query_end]),
+                _heads_first(query[row.query_begin : row.query_end]).to(row.keys.dtype),
                 _heads_first(row.keys),
                 _heads_first(row.values),
                 _causal_mask(row, window, query.device),
@@ -134,7 +144,7 @@ class ReferenceKernels:
     def gather_kv(
         self, k_pool: torch.Tensor, v_pool: torch.Tensor, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return k_pool.flatten(0, 1).index_select(0, slots), v_pool.flatten(0, 1).index_select(0, slots)
+        return _select(k_pool.flatten(0, 1), slots), _select(v_pool.flatten(0, 1), slots)
 
     def splice_kv(
         self,
@@ -146,8 +156,47 @@ class ReferenceKernels:
         head_start: int,
     ) -> None:
         heads = slice(head_start, head_start + key.shape[1])
-        k_pool.view(-1, *k_pool.shape[2:])[:, heads].index_copy_(0, slots, key)
-        v_pool.view(-1, *v_pool.shape[2:])[:, heads].index_copy_(0, slots, value)
+        for pool, tokens in ((k_pool, key), (v_pool, value)):
+            _movable(pool).view(-1, *pool.shape[2:])[:, heads].index_copy_(0, slots, _movable(tokens))
+
+
+def check_scales(k_pool: torch.Tensor, v_pool: torch.Tensor, scales: KvScales | None) -> None:
+    """Scales come with float8 pools, one a KV head, and with no others."""
+    assert k_pool.dtype == v_pool.dtype, (k_pool.dtype, v_pool.dtype)
+    assert (scales is not None) == (k_pool.dtype == torch.float8_e4m3fn), k_pool.dtype
+    if scales is not None:
+        for scale in (scales.key, scales.value):
+            assert (scale.dtype, scale.shape) == (torch.float32, k_pool.shape[2:3]), (scale.dtype, scale.shape)
+
+
+def _parts(scales: KvScales | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if scales is None else (scales.key, scales.value)
+
+
+def _stored(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
+    """x [T, G, D] in a pool's format. Its limits are kept here: torch's casts saturate on some devices, not on all."""
+    if x.dtype == dtype:
+        return x
+    wide = x.float() if scale is None else x.float() / scale.unsqueeze(1)
+    limit = torch.finfo(dtype).max
+    return wide.clamp(-limit, limit).to(dtype)
+
+
+def _numbers(stored: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
+    """What stored tokens [n, G, D] stand for: themselves if they are of the queries' `dtype`, else float32."""
+    if stored.dtype == dtype:
+        return stored
+    return stored.float() if scale is None else stored.float() * scale.unsqueeze(1)
+
+
+def _movable(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as torch can move it: few of its operators know float8."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def _select(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """x[indices] for any dtype."""
+    return _movable(x).index_select(0, indices).view(x.dtype)
 
 
 def _attention(
@@ -176,13 +225,22 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((front * cos - back * sin, back * cos + front * sin), dim=-1).to(x.dtype)
 
 
-def _each_row(k_pool: torch.Tensor, v_pool: torch.Tensor, rows: RaggedRows, window: int | None) -> Iterator[_Row]:
-    """Gathers, row by row, the tokens that any of the row's queries can see."""
+def _each_row(
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    rows: RaggedRows,
+    window: int | None,
+    dtype: torch.dtype,
+    scales: KvScales | None,
+) -> Iterator[_Row]:
+    """Gathers, row by row, the tokens that any of the row's queries can see; `dtype`: that of the queries."""
     begin = 0
+    k_scale, v_scale = _parts(scales)
     for index, (query_len, context) in enumerate(zip(rows.host_query_lens, rows.host_context_lens, strict=True)):
         first = 0 if window is None else max(0, context - query_len - window + 1)
         table = rows.block_tables[index]
-        keys, values = _gather(k_pool, table, first, context), _gather(v_pool, table, first, context)
+        keys = _numbers(_gather(k_pool, table, first, context), dtype, k_scale)
+        values = _numbers(_gather(v_pool, table, first, context), dtype, v_scale)
         yield _Row(begin, begin + query_len, first, context, keys, values)
         begin += query_len
 
@@ -191,7 +249,7 @@ def _gather(pool: torch.Tensor, block_table: torch.Tensor, first: int, stop: int
     """Tokens [first, stop) of the row that `block_table` belongs to, [stop - first, G, D]."""
     block_size = pool.shape[1]
     first_block, end_block = first // block_size, -(-stop // block_size)
-    tokens = pool.index_select(0, block_table[first_block:end_block]).flatten(0, 1)
+    tokens = _select(pool, block_table[first_block:end_block]).flatten(0, 1)
     return tokens[first - first_block * block_size :][: stop - first]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvtransfer.errors import ProtocolError
 from kvtransfer.messages import MAX_BODY_BYTES, PROTOCOL_VERSION, Fingerprint, KvHeader, KvLayout, Part
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 _MAY_DIFFER = frozenset({"block_size"})
 """Layout fields in which peers may differ: the wire speaks tokens, pools speak blocks."""
 _MAX_VALUE_CHARS = 80

@@ -35,6 +35,7 @@ KNOWN_VARIABLES: Final[frozenset[str]] = frozenset(
         "KVSPLICE_INSECURE",
         "KVSPLICE_KERNELS",
         "KVSPLICE_KV_ADVERTISE_HOST",
+        "KVSPLICE_KV_CACHE_DTYPE",
         "KVSPLICE_KV_CACHE_GIB",
         "KVSPLICE_KV_HOST",
         "KVSPLICE_KV_PORT",

@@ -66,7 +66,7 @@ class ServeConfig(Settings):
     )
     dtype: str = setting(
         "auto",
-        "Number format of weights, activations and KV cache; auto takes the checkpoint's.",
+        "Number format of weights and activations; auto takes the checkpoint's.",
         group="model",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
@@ -129,6 +129,13 @@ class ServeConfig(Settings):
         "Who comes first: fcfs goes by arrival, priority by the requests' priority and then by arrival.",
         group="batching and memory",
         choices=("fcfs", "priority"),
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "Number format of the KV cache, the same on all workers of a model; auto takes that of --dtype. fp8 is e4m3, "
+        "with the checkpoint's k_scale and v_scale if it has any: half the memory and half the bytes between workers.",
+        group="batching and memory",
+        choices=("auto", "bfloat16", "float16", "float32", "fp8"),
     )
     gpu_memory_utilization: float = setting(
         0.9,

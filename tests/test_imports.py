@@ -56,6 +56,7 @@ PURE_FILES = (
     "kvtransfer/receive_machine.py",
     "kvtransfer/send_machine.py",
     "engine/stopping.py",
+    "experiments/kernel_work.py",
     "engine/admission.py",
     "prefill/scheduler.py",
     "decode/scheduler.py",

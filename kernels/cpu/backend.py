@@ -7,6 +7,7 @@ product worth it. So does attention with a soft cap, which no architecture serve
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Final
 
 import torch
 
@@ -16,9 +17,11 @@ from kernels.cpu.layers import NativeLayers
 from kernels.cpu.library import Library, TypedFunctions, check_layout, open_library
 from kernels.cpu.linear import FusedMlp, FusedNormLinear, PackedLinear
 from kernels.cpu.sampling import NativeSampling
-from kernels.face import LayerParts, PreparedBlock, PreparedLayers, PreparedLinear, RaggedRows
+from kernels.face import KvScales, LayerParts, PreparedBlock, PreparedLayers, PreparedLinear, RaggedRows
 from kernels.reference import ReferenceKernels
 from kernels.sampling import SamplingKernels
+
+_OWN_FORMAT: Final = "kernels.select gives pools of another format to the reference"
 
 
 class CpuKernels:
@@ -115,7 +118,9 @@ class CpuKernels:
         k_pool: torch.Tensor,
         v_pool: torch.Tensor,
         slot_mapping: torch.Tensor,
+        scales: KvScales | None = None,
     ) -> torch.Tensor:
+        assert scales is None, _OWN_FORMAT
         typed = self._typed.get(query.dtype)
         if typed is None:
             return self._reference.rope_store(query, key, value, cos, sin, k_pool, v_pool, slot_mapping)
@@ -142,8 +147,10 @@ class CpuKernels:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        scales: KvScales | None = None,
     ) -> torch.Tensor:
         """One kernel serves both: a row of one query is cut into segments of tokens there."""
+        assert scales is None, _OWN_FORMAT
         if query.dtype not in self._typed or softcap is not None:
             return self._reference.paged_decode(query, k_pool, v_pool, rows, scale, window, softcap)
         return self.paged_prefill(query, k_pool, v_pool, rows, scale, window)
@@ -157,7 +164,9 @@ class CpuKernels:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        scales: KvScales | None = None,
     ) -> torch.Tensor:
+        assert scales is None, _OWN_FORMAT
         typed = self._typed.get(query.dtype)
         if typed is None or softcap is not None:
             return self._reference.paged_prefill(query, k_pool, v_pool, rows, scale, window, softcap)

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.face import RaggedRows
+from kernels.face import KvScales, RaggedRows
 from kernels.triton_backend.configs import attention_configs
 from kernels.triton_backend.decode import decode_launches
 from kernels.triton_backend.elementwise import norm_launch, silu_mul_launch
+from kernels.triton_backend.formats import readable
 from kernels.triton_backend.launch import Launch
 from kernels.triton_backend.move_kv import move_kv_launch
 from kernels.triton_backend.prefill import prefill_launch
@@ -26,7 +27,7 @@ class Case:
 
 @dataclass(frozen=True)
 class _Attention:
-    """One model's attention."""
+    """One model's attention. `stored`: the pool's dtype, if it is not `dtype`."""
 
     head_dim: int
     num_heads: int
@@ -35,11 +36,13 @@ class _Attention:
     block_size: int = 16
     window: int | None = None
     softcap: float | None = None
+    stored: torch.dtype | None = None
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
         options = f" window {self.window} cap {self.softcap}" if self.window else ""
-        return f"{dtype} {self.num_heads}/{self.num_kv_heads} x {self.head_dim}, block {self.block_size}{options}"
+        stored = f", KV {_short(self.stored)}" if self.stored else ""
+        heads = f"{self.num_heads}/{self.num_kv_heads} x {self.head_dim}"
+        return f"{_short(self.dtype)} {heads}, block {self.block_size}{stored}{options}"
 
 
 _ATTENTIONS = (
@@ -53,6 +56,16 @@ _ATTENTIONS = (
     _Attention(256, 16, 8, window=4096, softcap=50.0),
     _Attention(128, 32, 8, dtype=torch.float32),
     _Attention(256, 16, 8, dtype=torch.float32, window=4096, softcap=50.0),
+    _Attention(64, 9, 3, stored=torch.float8_e4m3fn),
+    _Attention(96, 32, 32, block_size=128, stored=torch.float8_e4m3fn),
+    _Attention(128, 32, 8, stored=torch.float8_e4m3fn),
+    _Attention(128, 28, 4, dtype=torch.float16, block_size=32, stored=torch.float8_e4m3fn),
+    _Attention(128, 32, 8, window=4096, softcap=50.0, stored=torch.float8_e4m3fn),
+    _Attention(256, 16, 8, stored=torch.float8_e4m3fn),
+    _Attention(256, 16, 8, window=4096, softcap=50.0, stored=torch.float8_e4m3fn),
+    _Attention(128, 32, 8, dtype=torch.float32, stored=torch.float8_e4m3fn),
+    _Attention(128, 32, 8, stored=torch.float32),
+    _Attention(128, 32, 8, stored=torch.float16),
 )
 _CONTEXT, _CHUNK, _NUM_ROWS = 4096, 512, 8
 
@@ -66,11 +79,14 @@ def cases(architecture: str) -> Iterator[Case]:
 
 
 def _attention_cases(shape: _Attention, architecture: str) -> Iterator[Case]:
-    config = attention_configs(architecture, shape.head_dim, shape.dtype)
-    pool = _empty(1024, shape.block_size, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype)
+    stored = shape.stored or shape.dtype
+    config = attention_configs(architecture, shape.head_dim, shape.dtype, stored)
+    pool = _empty(1024, shape.block_size, shape.num_kv_heads, shape.head_dim, dtype=stored)
+    pool = readable(pool, architecture)
     query = _empty(_NUM_ROWS, shape.num_heads, shape.head_dim, dtype=shape.dtype)
     rows = _rows(1, shape.block_size)
-    options = (1.0, shape.window, shape.softcap)
+    scales = _scales(shape.num_kv_heads) if stored == torch.float8_e4m3fn else None
+    options = (1.0, shape.window, shape.softcap, scales)
     attend, combine = decode_launches(query, query, pool, pool, rows, *options, config.decode)
     yield Case("paged_decode", str(shape), attend)
     yield Case("combine", str(shape), combine)
@@ -83,8 +99,10 @@ def _memory_cases() -> Iterator[Case]:
     pool, slots = _empty(1024, 16, 8, 128), _empty(512, dtype=torch.int64)
     qkv, angles = _empty(512, 48, 128), _empty(512, 64, dtype=torch.float32)
     query, key, value = qkv[:, :32], qkv[:, 32:40], qkv[:, 40:]
-    launch = rope_store_launch(_empty(512, 32, 128), query, key, value, angles, angles, pool, pool, slots)
-    yield Case("rope_store", "bf16 32/8 x 128", launch)
+    for stored in (torch.bfloat16, torch.float8_e4m3fn):
+        target, scales = pool.to(stored), _scales(8) if stored == torch.float8_e4m3fn else None
+        arguments = (_empty(512, 32, 128), query, key, value, angles, angles, target, target, slots, scales)
+        yield Case("rope_store", f"bf16 32/8 x 128, KV {_short(stored)}", rope_store_launch(*arguments))
     for name, into_pool in (("gather_kv", False), ("splice_kv", True)):
         buffer = _empty(512, 8, 128)
         launch = move_kv_launch(pool, pool, slots, buffer, buffer, 0, into_pool=into_pool)
@@ -107,6 +125,17 @@ def _rows(query_len: int, block_size: int) -> RaggedRows:
         host_query_lens=(query_len,) * _NUM_ROWS,
         host_context_lens=(_CONTEXT,) * _NUM_ROWS,
     )
+
+
+def _scales(num_kv_heads: int) -> KvScales:
+    scale = _empty(num_kv_heads, dtype=torch.float32)
+    return KvScales(scale, scale)
+
+
+def _short(dtype: torch.dtype) -> str:
+    """bf16, fp16, fp32, fp8."""
+    name = str(dtype).removeprefix("torch.").removesuffix("_e4m3fn")
+    return name.replace("bfloat", "bf").replace("float", "fp")
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import torch
 
 from kernels.composed import ComposedMlp, ComposedNormLinear
-from kernels.face import LayerParts, PreparedBlock, PreparedLinear, RaggedRows
-from kernels.reference import TorchLinear
+from kernels.face import KvScales, LayerParts, PreparedBlock, PreparedLinear, RaggedRows
+from kernels.reference import TorchLinear, check_scales
 from kernels.sampling import SamplingKernels, TorchSampling
 from kernels.triton_backend.configs import AttentionConfigs, attention_configs
 from kernels.triton_backend.decode import decode_launches
 from kernels.triton_backend.elementwise import norm_launch, silu_mul_launch
+from kernels.triton_backend.formats import readable
 from kernels.triton_backend.move_kv import move_kv_launch
 from kernels.triton_backend.prefill import prefill_launch
 from kernels.triton_backend.rope_store import rope_store_launch
@@ -72,12 +73,14 @@ class TritonKernels:
         k_pool: torch.Tensor,
         v_pool: torch.Tensor,
         slot_mapping: torch.Tensor,
+        scales: KvScales | None = None,
     ) -> torch.Tensor:
         _check_pools(k_pool, v_pool)
+        check_scales(k_pool, v_pool, scales)
         query, key, value = (_heads_side_by_side(x) for x in (query, key, value))
         output = query.new_empty(query.shape)
         cos, sin = cos.contiguous(), sin.contiguous()
-        rope_store_launch(output, query, key, value, cos, sin, k_pool, v_pool, slot_mapping).run()
+        rope_store_launch(output, query, key, value, cos, sin, k_pool, v_pool, slot_mapping, scales).run()
         return output
 
     def paged_decode(
@@ -89,12 +92,15 @@ class TritonKernels:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        scales: KvScales | None = None,
     ) -> torch.Tensor:
         _check_pools(k_pool, v_pool)
+        check_scales(k_pool, v_pool, scales)
         query = _heads_side_by_side(query)
         output = query.new_empty(query.shape)
-        config = self._configs(query).decode
-        for launch in decode_launches(output, query, k_pool, v_pool, rows, scale, window, softcap, config):
+        config = self._configs(query, k_pool).decode
+        pools = self._readable(k_pool), self._readable(v_pool)
+        for launch in decode_launches(output, query, *pools, rows, scale, window, softcap, scales, config):
             launch.run()
         return output
 
@@ -107,12 +113,15 @@ class TritonKernels:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        scales: KvScales | None = None,
     ) -> torch.Tensor:
         _check_pools(k_pool, v_pool)
+        check_scales(k_pool, v_pool, scales)
         query = _heads_side_by_side(query)
         output = query.new_empty(query.shape)
-        config = self._configs(query).prefill
-        prefill_launch(output, query, k_pool, v_pool, rows, scale, window, softcap, config).run()
+        config = self._configs(query, k_pool).prefill
+        pools = self._readable(k_pool), self._readable(v_pool)
+        prefill_launch(output, query, *pools, rows, scale, window, softcap, scales, config).run()
         return output
 
     def gather_kv(
@@ -137,8 +146,11 @@ class TritonKernels:
         key, value = _heads_side_by_side(key), _heads_side_by_side(value)
         move_kv_launch(k_pool, v_pool, slots, key, value, head_start, into_pool=True).run()
 
-    def _configs(self, query: torch.Tensor) -> AttentionConfigs:
-        return self._attention or attention_configs(self._architecture, query.shape[-1], query.dtype)
+    def _readable(self, pool: torch.Tensor) -> torch.Tensor:
+        return readable(pool, self._architecture)
+
+    def _configs(self, query: torch.Tensor, pool: torch.Tensor) -> AttentionConfigs:
+        return self._attention or attention_configs(self._architecture, query.shape[-1], query.dtype, pool.dtype)
 
 
 def _check_pools(k_pool: torch.Tensor, v_pool: torch.Tensor) -> None:

@@ -16,6 +16,8 @@ _TYPE_NAMES: Final = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -23,9 +25,11 @@ _TYPE_NAMES: Final = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """`shared`: bytes of shared memory a program. `code`: the binary for NVIDIA, assembly for AMD."""
+    """`shared`: bytes of shared memory a program; `tensor_columns`: of sm_100's tensor memory, 0 on chips without it.
+    `code`: the binary for NVIDIA, assembly for AMD."""
 
     shared: int
+    tensor_columns: int
     code: bytes
 
 
@@ -44,19 +48,20 @@ def compile_launch(launch: Launch, architecture: str) -> Compiled:
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     compiled = triton.compile(source, target=target, options=options)
     code = compiled.asm["cubin"] if target.backend == "cuda" else compiled.asm["amdgcn"].encode()
-    return Compiled(compiled.metadata.shared, code)
+    columns = getattr(compiled.metadata, "tmem_size", None) or 0  # AMD's compiler has no such figure
+    return Compiled(compiled.metadata.shared, columns, code)
 
 
 def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
-    """(types, constants, alignments) as a just-in-time call derives them: integers of 1 become constants, and a factor
-    of 16 is known, unless the kernel forbids both."""
+    """(types, constants, alignments) as a just-in-time call derives them: None and integers of 1 become constants, and
+    a factor of 16 is known, unless the kernel forbids the latter two."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
     for index, parameter in enumerate(launch.kernel.params):
         name, value = parameter.name, launch.arguments[parameter.name]
         free = parameter.do_not_specialize
-        if parameter.is_constexpr or (not free and isinstance(value, int) and value == 1):
+        if parameter.is_constexpr or value is None or (not free and isinstance(value, int) and value == 1):
             signature[name], constants[name] = "constexpr", value
             continue
         signature[name] = _type_of(value)

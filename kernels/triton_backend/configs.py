@@ -112,6 +112,32 @@ _TABLE: Final[Mapping[tuple[str, int], AttentionConfigs]] = MappingProxyType(
     }
 )
 
+_CONVERTING: Final[Mapping[tuple[str, int], AttentionConfigs]] = MappingProxyType(
+    {
+        ("sm_80", 128): AttentionConfigs(
+            DecodeConfig(tile=64, segment=256, num_warps=8, num_stages=3),
+            PrefillConfig(rows=64, tile=32, num_warps=4, num_stages=3),
+            "4 warps spill in decode: numbers are held in both formats for a moment",
+        ),
+        ("sm_80", 256): AttentionConfigs(
+            DecodeConfig(tile=64, segment=256, num_warps=8, num_stages=3),
+            PrefillConfig(rows=64, tile=32, num_warps=8, num_stages=3),
+            "as for 128",
+        ),
+        ("sm_90", 128): AttentionConfigs(
+            DecodeConfig(tile=64, segment=256, num_warps=8, num_stages=3),
+            PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=3),
+            "as sm_80",
+        ),
+        ("gfx942", 128): AttentionConfigs(
+            DecodeConfig(tile=32, segment=256, num_warps=4, num_stages=2),
+            PrefillConfig(rows=128, tile=16, num_warps=4, num_stages=2),
+            "32 tokens a tile spill scalars in prefill with window and soft cap",
+        ),
+    }
+)
+"""Rows for pools whose dtype is not the queries'; where there is none, that of the table above does."""
+
 _FLOAT32: Final[Mapping[int, AttentionConfigs]] = MappingProxyType(
     {
         size: AttentionConfigs(
@@ -123,14 +149,38 @@ _FLOAT32: Final[Mapping[int, AttentionConfigs]] = MappingProxyType(
     }
 )
 
+_FLOAT32_CONVERTING: Final[Mapping[int, AttentionConfigs]] = MappingProxyType(
+    {
+        size: AttentionConfigs(
+            DecodeConfig(tile=16, segment=256, num_warps=8 if size < 256 else 4, num_stages=1),
+            PrefillConfig(rows=16, tile=16, num_warps=4, num_stages=1),
+            "2 stages spill hundreds of bytes in decode",
+        )
+        for size in (64, 128, 256)
+    }
+)
+"""float32 queries over another format, or half-precision ones over float32, whose tiles of twice the bytes would not
+fit the shared memory that the table is made for."""
+
+
+FLOAT8_CASTS: Final = frozenset({"sm_90", "sm_100"})
+"""Chips with an instruction that reads OCP e4m3. gfx942 has another e4m3, with a bias of 8; the rows of sm_80 serve
+chips without any."""
 ARCHITECTURES: Final = tuple(sorted({architecture for architecture, _ in _TABLE}))
 SIZES: Final = tuple(sorted({size for _, size in _TABLE}))
 MAX_HEAD_DIM: Final = SIZES[-1]
 
 
-def attention_configs(architecture: str, head_dim: int, dtype: torch.dtype) -> AttentionConfigs:
-    """The row for an architecture in ARCHITECTURES and a dtype. Raises UnsupportedShapeError past MAX_HEAD_DIM."""
+def attention_configs(
+    architecture: str, head_dim: int, dtype: torch.dtype, stored: torch.dtype | None = None
+) -> AttentionConfigs:
+    """The row for an architecture in ARCHITECTURES, queries of a dtype, and a pool of the same dtype or another one.
+    Raises UnsupportedShapeError past MAX_HEAD_DIM."""
     if head_dim > MAX_HEAD_DIM:
         raise UnsupportedShapeError(f"triton kernels take heads of up to {MAX_HEAD_DIM}, not {head_dim}: use reference")
     size = min(size for size in SIZES if size >= head_dim)
-    return _FLOAT32[size] if dtype == torch.float32 else _TABLE[architecture, size]
+    converting = stored is not None and stored != dtype
+    if torch.float32 in (dtype, stored):
+        return _FLOAT32_CONVERTING[size] if converting else _FLOAT32[size]
+    row = (architecture, size)
+    return _CONVERTING.get(row, _TABLE[row]) if converting else _TABLE[row]

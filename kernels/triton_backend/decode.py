@@ -17,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.face import RaggedRows
+from kernels.face import KvScales, RaggedRows
 from kernels.triton_backend.configs import DecodeConfig
+from kernels.triton_backend.formats import scale_arguments, unpacked
 from kernels.triton_backend.launch import Launch, next_power_of_2
 from kernels.triton_backend.softmax import fold_tile, scores_base2, tile_offsets
 
@@ -145,6 +146,7 @@ def _attend_segment(
         real_v = inside[:, None] & (dims < HEAD_DIM)[None, :]
         keys = tl.load(k_pool + offsets[None, :] + dims[:, None], mask=real_k, other=0.0)
         values = tl.load(v_pool + offsets[:, None] + dims[None, :], mask=real_v, other=0.0)
+        keys, values = unpacked(keys, queries.dtype), unpacked(values, queries.dtype)
         products = tl.dot(queries, keys, input_precision=PRECISION)
         scores = tl.where(inside[None, :], scores_base2(products, scale, SOFTCAP), float("-inf"))
         sums, top, weight = fold_tile(scores, values, sums, top, weight, PRECISION)
@@ -160,6 +162,8 @@ def paged_decode_kernel(
     query: tl.tensor,
     k_pool: tl.tensor,
     v_pool: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
     context_lens: tl.tensor,
     block_tables: tl.tensor,
     num_rows: tl.tensor,
@@ -188,6 +192,11 @@ def paged_decode_kernel(
     lanes, dims = tl.arange(0, HEADS), tl.arange(0, DIM)
     heads = kv_head * GROUP + lanes
     real = (lanes < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    value_scale = 1.0
+    if k_scale is not None:
+        # One KV head a program, so its scales are factors of all scores and of all results.
+        scale *= tl.load(k_scale + kv_head)
+        value_scale = tl.load(v_scale + kv_head)
     total = _items_before(context_lens, num_rows, WINDOW, SEGMENT, MOST, TILE, CHUNK)
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         row, first = _row_of_item(context_lens, num_rows, item, WINDOW, SEGMENT, MOST, TILE, CHUNK)
@@ -217,6 +226,7 @@ def paged_decode_kernel(
             SOFTCAP,
             PRECISION,
         )
+        result *= value_scale
         if context - low <= length:
             tl.store(output + row64 * (NUM_HEADS * HEAD_DIM) + inner, result.to(output.dtype.element_ty), mask=real)
         else:
@@ -275,6 +285,7 @@ def decode_launches(
     scale: float,
     window: int | None,
     softcap: float | None,
+    scales: KvScales | None,
     config: DecodeConfig,
 ) -> list[Launch]:
     """The one or two launches that fill `output` [R, H, D]; the second one only if some row needs it."""
@@ -314,6 +325,7 @@ def decode_launches(
         "BLOCK_SIZE": k_pool.shape[1],
         "SOFTCAP": softcap or 0.0,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        **scale_arguments(scales),
     }
     grid = (min(items, max(1, config.programs // num_kv_heads)), num_kv_heads)
     launches = [Launch(paged_decode_kernel, grid, shared | attend, config.num_warps, config.num_stages)]

@@ -24,12 +24,14 @@ _AMD_OPCODE: Final = re.compile(r"^\t([a-z]\w+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class MachineCode:
-    """`spilled`: bytes of a thread in local memory. `facts`: what the instructions show, in the words below.
+    """`spilled`: bytes of a thread in local memory. `tensor_columns`: of a program in sm_100's tensor memory. `facts`:
+    what the instructions show, in the words below.
 
     HMMA, HGMMA, UTCHMMA, MFMA   products run on the matrix units
     wide                         memory is read in 128-bit instructions, and nothing in less than 32 bits
     unsplit                      nor in 64 bits, which is for 64-bit slots, or half a wide load
     async                        128-bit copies from memory straight to shared memory, ahead of their use
+    E4M3                         float8 is read by an instruction of the chip, not by integer arithmetic
     """
 
     registers: int
@@ -37,6 +39,7 @@ class MachineCode:
     shared: int
     local_accesses: int
     facts: frozenset[str]
+    tensor_columns: int = 0
 
 
 def read_machine_code(compiled: Compiled, architecture: str) -> MachineCode:
@@ -57,8 +60,11 @@ def _read_nvidia(compiled: Compiled) -> MachineCode:
     facts |= _width_facts(loads, wide=".128", half=".64", narrow=(".U8", ".U16", ".S16"))
     if any(name.startswith("LDGSTS.") and ".128" in name for name in loads):
         facts.add("async")
+    if any(".E4M3" in name for name in opcodes):
+        facts.add("E4M3")
     local_accesses = sum(count for name, count in opcodes.items() if name.startswith(("LDL", "STL")))
-    return MachineCode(registers, stack + local, compiled.shared, local_accesses, frozenset(facts))
+    columns = compiled.tensor_columns
+    return MachineCode(registers, stack + local, compiled.shared, local_accesses, frozenset(facts), columns)
 
 
 def _read_amd(compiled: Compiled) -> MachineCode:

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton_backend.formats import as_bytes
 from kernels.triton_backend.launch import Launch, next_power_of_2
 
 ELEMENTS = 4096
@@ -64,10 +65,10 @@ def move_kv_launch(
     size = num_heads * head_dim
     columns = min(1024, next_power_of_2(size))
     arguments = {
-        "k_pool": k_pool,
-        "v_pool": v_pool,
-        "key": key,
-        "value": value,
+        "k_pool": as_bytes(k_pool),
+        "v_pool": as_bytes(v_pool),
+        "key": as_bytes(key),
+        "value": as_bytes(value),
         "slots": slots,
         "num_tokens": num_tokens,
         "stride_slot": k_pool.stride(1),

@@ -16,8 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.face import RaggedRows
+from kernels.face import KvScales, RaggedRows
 from kernels.triton_backend.configs import PrefillConfig
+from kernels.triton_backend.formats import scale_arguments, unpacked
 from kernels.triton_backend.launch import Launch, next_power_of_2
 from kernels.triton_backend.softmax import fold_tile, scores_base2, tile_offsets
 
@@ -73,6 +74,7 @@ def _attend_run(
         else:
             keys = tl.load(k_pool + k_places, mask=(dims < HEAD_DIM)[:, None], other=0.0)
             values = tl.load(v_pool + v_places, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        keys, values = unpacked(keys, queries.dtype), unpacked(values, queries.dtype)
         scores = scores_base2(tl.dot(queries, keys, input_precision=PRECISION), scale, SOFTCAP)
         if MASKED:
             visible = inside[None, :] & (positions[None, :] <= query_positions[:, None])
@@ -90,6 +92,8 @@ def paged_prefill_kernel(
     query: tl.tensor,
     k_pool: tl.tensor,
     v_pool: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
     query_start: tl.tensor,
     context_lens: tl.tensor,
     block_tables: tl.tensor,
@@ -116,6 +120,11 @@ def paged_prefill_kernel(
     # From the back: a row's last tiles see the most tokens, and should not be the ones that end the launch.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
+    value_scale = 1.0
+    if k_scale is not None:
+        # One KV head a program, so its scales are factors of all scores and of all results.
+        scale *= tl.load(k_scale + kv_head)
+        value_scale = tl.load(v_scale + kv_head)
     row = _row_of_tile(query_start, num_rows, tile, QUERIES)
     row_begin = tl.load(query_start + row)
     query_len = tl.load(query_start + row + 1) - row_begin
@@ -158,7 +167,7 @@ def paged_prefill_kernel(
             sums, top, weight, queries, positions, k_head, v_head, table, tl.maximum(left_full, right_full), high, low,
             stride_block, stride_token, scale, HEAD_DIM, DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, PRECISION, True,
         )  # fmt: skip
-        result = sums / tl.where(weight > 0.0, weight, 1.0)[:, None]
+        result = sums / tl.where(weight > 0.0, weight, 1.0)[:, None] * value_scale
         tl.store(
             output + tokens[:, None] * (NUM_HEADS * HEAD_DIM) + inner, result.to(output.dtype.element_ty), mask=real
         )
@@ -173,6 +182,7 @@ def prefill_launch(
     scale: float,
     window: int | None,
     softcap: float | None,
+    scales: KvScales | None,
     config: PrefillConfig,
 ) -> Launch:
     """The launch that fills `output` [T, H, D]."""
@@ -207,6 +217,7 @@ def prefill_launch(
         "WINDOW": window or 0,
         "SOFTCAP": softcap or 0.0,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        **scale_arguments(scales),
     }
     grid = (num_tokens // queries + len(rows), num_kv_heads)
     return Launch(paged_prefill_kernel, grid, arguments, config.num_warps, config.num_stages)

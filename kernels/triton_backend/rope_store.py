@@ -1,9 +1,11 @@
-"""Rotation of q and k and the write of k and v into the pool, in one launch."""
+"""Rotation of q and k and the write of k and v into the pool, in its format, in one launch."""
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.face import KvScales
+from kernels.triton_backend.formats import as_bytes, packed, scale_arguments
 from kernels.triton_backend.launch import Launch, next_power_of_2
 
 HEADS = 16
@@ -21,6 +23,23 @@ def _rotated(
 
 
 @triton.jit
+def _store_heads(
+    places: tl.tensor,
+    numbers: tl.tensor,
+    scale: tl.tensor,
+    heads: tl.tensor,
+    is_head: tl.tensor,
+    real: tl.tensor,
+    LIMIT: tl.constexpr,
+) -> None:
+    """Writes numbers [heads, columns] in the pool's format; each head divided by its scale, if there are scales."""
+    if scale is not None:
+        divisors = tl.broadcast_to(tl.load(scale + heads, mask=is_head, other=1.0)[:, None], numbers.shape)
+        numbers = tl.div_rn(numbers.to(tl.float32), divisors)
+    tl.store(places, packed(numbers, places.dtype.element_ty, LIMIT), mask=real)
+
+
+@triton.jit
 def rope_store_kernel(
     output: tl.tensor,
     query: tl.tensor,
@@ -31,6 +50,8 @@ def rope_store_kernel(
     k_pool: tl.tensor,
     v_pool: tl.tensor,
     slot_mapping: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
     stride_query: tl.tensor,
     stride_key: tl.tensor,
     stride_value: tl.tensor,
@@ -40,6 +61,7 @@ def rope_store_kernel(
     HALF: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
+    LIMIT: tl.constexpr,
 ) -> None:
     """Grid (tokens, head tiles of the query, then those of key and value). Heads of a token lie side by side."""
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -59,14 +81,15 @@ def rope_store_kernel(
     else:
         heads = (tile - query_tiles) * HEADS + tl.arange(0, HEADS)
         inner = heads[:, None] * (2 * HALF) + columns[None, :]
-        real = (heads < NUM_KV_HEADS)[:, None] & in_half
-        place = tl.load(slot_mapping + token) * stride_slot
+        is_head = heads < NUM_KV_HEADS
+        real = is_head[:, None] & in_half
+        place = tl.load(slot_mapping + token) * stride_slot + inner
         front, back = _rotated(key + token * stride_key, inner, real, cosine, sine, HALF)
-        tl.store(k_pool + place + inner, front.to(k_pool.dtype.element_ty), mask=real)
-        tl.store(k_pool + place + inner + HALF, back.to(k_pool.dtype.element_ty), mask=real)
+        _store_heads(k_pool + place, front.to(key.dtype.element_ty), k_scale, heads, is_head, real, LIMIT)
+        _store_heads(k_pool + place + HALF, back.to(key.dtype.element_ty), k_scale, heads, is_head, real, LIMIT)
         source = value + token * stride_value + inner
-        tl.store(v_pool + place + inner, tl.load(source, mask=real), mask=real)
-        tl.store(v_pool + place + inner + HALF, tl.load(source + HALF, mask=real), mask=real)
+        _store_heads(v_pool + place, tl.load(source, mask=real), v_scale, heads, is_head, real, LIMIT)
+        _store_heads(v_pool + place + HALF, tl.load(source + HALF, mask=real), v_scale, heads, is_head, real, LIMIT)
 
 
 def rope_store_launch(
@@ -79,6 +102,7 @@ def rope_store_launch(
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: KvScales | None,
 ) -> Launch:
     """The launch that fills `output` [T, H, D] and the pool's slots."""
     num_tokens, num_heads, head_dim = query.shape
@@ -91,8 +115,8 @@ def rope_store_launch(
         "value": value,
         "cos": cos,
         "sin": sin,
-        "k_pool": k_pool,
-        "v_pool": v_pool,
+        "k_pool": as_bytes(k_pool),
+        "v_pool": as_bytes(v_pool),
         "slot_mapping": slot_mapping,
         "stride_query": query.stride(0),
         "stride_key": key.stride(0),
@@ -103,6 +127,8 @@ def rope_store_launch(
         "HALF": head_dim // 2,
         "COLUMNS": columns,
         "HEADS": HEADS,
+        "LIMIT": torch.finfo(k_pool.dtype).max,
+        **scale_arguments(scales),
     }
     tiles = -(-num_heads // HEADS) + -(-num_kv_heads // HEADS)
     # 8 elements a thread: 128 bits in half precision.

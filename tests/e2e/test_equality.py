@@ -110,6 +110,31 @@ def test_each_architecture(architecture, tmp_path):
         running.wait_pools_empty()
 
 
+def test_float8_kv_through_the_whole_pipeline(tmp_path):
+    """Bytes of a float8 pool from blocks of 32 to blocks of 16: the same tokens as in one process with one pool."""
+    folder = save_tiny_model("smollm2", tmp_path / "model")
+    prompts = [[5 + (7 * i + 3 * i * i) % 300 for i in range(length)] for length in (1, 33, 200)]
+    settings = {"kv_cache_gib": 0.05, "kv_cache_dtype": "fp8", "kernels": "reference"}
+    with torch_threads(1):
+        oracle = Colocated.load(folder, chunk_tokens=64, **settings)
+        sampling = [SamplingParams(max_tokens=24, seed=0, temperature=0.0, ignore_eos=True)]
+        expected = [oracle.generate([prompt], sampling)[0].token_ids for prompt in prompts]
+    tokenizer = ReferenceModel(folder).tokenizer
+    flags = ClusterFlags(
+        folder,
+        workers=("--dtype", "float32", "--kv-cache-gib", "0.05", "--kv-cache-dtype", "fp8", "--kernels", "reference"),
+        prefill=("--max-num-batched-tokens", "64", "--block-size", "32"),
+        decode=("--block-size", "16"),
+    )
+    with running_cluster(flags, tmp_path) as running:
+        for prompt, token_ids in zip(prompts, expected, strict=True):
+            answer = complete(running.http, prompt, max_tokens=24, ignore_eos=True)
+            assert answer.usage["completion_tokens"] == 24
+            decoded = tokenizer.decode(token_ids, skip_special_tokens=True)
+            assert answer.text.rstrip(REPLACEMENT) == decoded.rstrip(REPLACEMENT)
+        running.wait_pools_empty()
+
+
 def is_one_character(model: ReferenceModel, token_id: int) -> bool:
     text = model.tokenizer.decode([token_id])
     return len(text) == 1 and text.isascii() and text.isprintable()

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.block_pool import BlockPool
-from engine.kv_cache import KvCache
 from engine.loading import LoadedModel
 from engine.request import Request, ScheduledRow
 from engine.runner import Runner, Sample
@@ -26,7 +25,7 @@ def make_request(name: str, prompt: Sequence[int], block_ids: Sequence[int] = ()
 
 def make_runner(loaded: LoadedModel, num_blocks: int, block_size: int, sample: Sample = argmax) -> Runner:
     """Over a pool full of NaN: whatever reads a slot that was not written shows."""
-    kv_cache = KvCache(loaded.kv_layout(block_size), num_blocks, loaded.kernels, loaded.device)
+    kv_cache = loaded.make_kv_cache(num_blocks, block_size)
     kv_cache.fill(float("nan"))
     return Runner(loaded.model, loaded.kernels, kv_cache, sample)
 

@@ -127,8 +127,7 @@ def test_a_pool_without_a_scratch_block_is_refused():
 
 def graph_runner(loaded, num_blocks, block_size, record):
     """A runner over a pool full of NaN, with recorded steps."""
-    layout = loaded.kv_layout(block_size)
-    cache = KvCache(layout, num_blocks, loaded.kernels, loaded.device, with_scratch=True)
+    cache = loaded.make_kv_cache(num_blocks, block_size, with_scratch=True)
     cache.fill(float("nan"))
     limits = GraphLimits(max_num_seqs=8, max_model_len=num_blocks * block_size)
     forward = lambda batch: loaded.model(batch, cache, loaded.kernels, None)  # noqa: E731

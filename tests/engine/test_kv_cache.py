@@ -6,9 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
+from engine.buffers import as_bytes, from_bytes
 from engine.errors import CapacityError
-from engine.kv_cache import KvCache, bytes_per_block
+from engine.kv_cache import FLOAT8, KvCache, bytes_per_block
+from engine.kv_scales import unit_scales
 from kernels.reference import ReferenceKernels
 from kvtransfer.messages import KvLayout
 
@@ -17,7 +20,8 @@ CPU = torch.device("cpu")
 
 def make_cache(block_size: int, num_blocks: int, dtype: str = "float32") -> KvCache:
     layout = KvLayout(num_layers=2, num_kv_heads=3, head_dim=4, dtype=dtype, block_size=block_size)
-    cache = KvCache(layout, num_blocks, ReferenceKernels(), CPU)
+    scales = unit_scales(2, 3, CPU) if dtype == FLOAT8 else None
+    cache = KvCache(layout, num_blocks, ReferenceKernels(), CPU, scales=scales)
     cache.fill(float("nan"))
     return cache
 
@@ -79,7 +83,32 @@ def test_another_dtype_is_not_converted_silently():
         make_cache(4, 1, "bfloat16").splice(0, [0], 0, 2, torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
 
 
-@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
+def test_float8_ranges_travel_as_the_bytes_they_are():
+    """All codes, NaN among them, between two pools of different block sizes, by way of the wire's bytes."""
+    source, target = (make_cache(block_size, 20, "float8_e4m3fn") for block_size in (4, 16))
+    codes = torch.arange(264).to(torch.uint8).reshape(22, 3, 4)
+    blocks, target_blocks = [3, 0, 7, 1, 9, 4], [2, 1]
+    source.splice(1, blocks, 0, 22, *(x.view(torch.float8_e4m3fn) for x in (codes, codes.flip(0))))
+    for start, stop in ((0, 5), (5, 22)):
+        parts = source.gather(1, blocks, start, stop)
+        sent = [from_bytes(as_bytes(part), part.dtype, tuple(part.shape)) for part in parts]
+        target.splice(1, target_blocks, start, stop, *sent)
+    key, value = target.gather(1, target_blocks, 0, 22)
+    assert torch.equal(key.view(torch.uint8), codes)
+    assert torch.equal(value.view(torch.uint8), codes.flip(0))
+
+
+def test_float8_and_scales_go_together():
+    layout = KvLayout(num_layers=2, num_kv_heads=3, head_dim=4, dtype="float8_e4m3fn", block_size=4)
+    with pytest.raises(AssertionError, match="float8"):
+        KvCache(layout, 3, ReferenceKernels(), CPU)
+    with pytest.raises(AssertionError):
+        KvCache(layout, 3, ReferenceKernels(), CPU, scales=unit_scales(1, 3, CPU))
+    with pytest.raises(AssertionError, match="float32"):
+        KvCache(structs.replace(layout, dtype="float32"), 3, ReferenceKernels(), CPU, scales=unit_scales(2, 3, CPU))
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2), ("float8_e4m3fn", 1)])
 def test_sizes(dtype, itemsize):
     cache = make_cache(block_size=4, num_blocks=5, dtype=dtype)
     assert bytes_per_block(cache.layout) == 2 * 2 * 4 * 3 * 4 * itemsize

@@ -21,7 +21,7 @@ Edit = Callable[[dict[str, torch.Tensor]], None]
 
 
 def load_digest(folder: Path, dtype: torch.dtype = torch.float32) -> str:
-    return load_weights(CausalLm.allocate(load_model_config(folder), dtype, CPU), folder)
+    return load_weights(CausalLm.allocate(load_model_config(folder), dtype, CPU), folder).digest
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ LONG_PREFILLS = [
 
 
 def shipped(shape):
-    return attention_configs(architecture_of(CUDA), shape.head_dim, shape.dtype)
+    return attention_configs(architecture_of(CUDA), shape.head_dim, shape.dtype, shape.stored)
 
 
 @pytest.mark.parametrize("shape", checks.DECODES, ids=str)
@@ -54,14 +54,36 @@ def test_prefill_on_the_interpreters_grid(shape):
         checks.check_prefill(replace(shape, dtype=dtype), CUDA)
 
 
+@pytest.mark.parametrize("shape", checks.STORED_DECODES, ids=str)
+def test_decode_over_other_formats(shape):
+    for architecture in dict.fromkeys(("sm_80", architecture_of(CUDA))):
+        checks.check_decode(shape, CUDA, architecture=architecture)
+
+
+@pytest.mark.parametrize("shape", checks.STORED_PREFILLS, ids=str)
+def test_prefill_over_other_formats(shape):
+    for architecture in dict.fromkeys(("sm_80", architecture_of(CUDA))):
+        checks.check_prefill(shape, CUDA, architecture=architecture)
+
+
+def test_float8_codes():
+    checks.check_codes_are_those_of_torch(CUDA)
+    for dtype in (*HALVES, torch.float32):
+        checks.check_every_code_is_read(dtype, CUDA)
+
+
 @pytest.mark.parametrize("shape", LONG_DECODES, ids=str)
 def test_decode_with_the_shipped_configs(shape):
-    checks.check_decode(shape, CUDA, shipped(shape))
+    for stored in (None, checks.FLOAT8):
+        shape = replace(shape, stored=stored)
+        checks.check_decode(shape, CUDA, shipped(shape), architecture_of(CUDA))
 
 
 @pytest.mark.parametrize("shape", LONG_PREFILLS, ids=str)
 def test_prefill_with_the_shipped_configs(shape):
-    checks.check_prefill(shape, CUDA, shipped(shape))
+    for stored in (None, checks.FLOAT8):
+        shape = replace(shape, stored=stored)
+        checks.check_prefill(shape, CUDA, shipped(shape), architecture_of(CUDA))
 
 
 def test_bits_depend_on_neither_batch_nor_grid():
@@ -79,6 +101,7 @@ def test_offsets_past_32_bits():
 def test_memory_kernels(dtype):
     for *shape, _ in checks.ROPES:
         checks.check_rope_store(*shape, dtype, CUDA)
+        checks.check_rope_store(*shape, dtype, CUDA, checks.FLOAT8)
     for *shape, _ in checks.MOVES:
         checks.check_moves(*shape, dtype, CUDA)
     for *shape, _ in checks.ELEMENTWISE:
@@ -91,4 +114,5 @@ def test_auto_is_triton():
 
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_greedy_tokens(name, tmp_path):
-    check_greedy_tokens(name, tmp_path, "cuda", num_new=10)
+    for kv_cache_dtype in ("auto", "fp8"):
+        check_greedy_tokens(name, tmp_path / kv_cache_dtype, "cuda", num_new=10, kv_cache_dtype=kv_cache_dtype)

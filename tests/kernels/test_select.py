@@ -68,6 +68,17 @@ def test_the_native_kernels_are_for_cpus_only():
         select_kernels("cpu", CUDA)
 
 
+def test_kv_in_another_format_is_not_for_the_native_kernels(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert select_kernels("auto", CPU, converts_kv=True).name == "reference"
+    (record,) = caplog.records
+    assert "several times slower" in record.message
+    assert "keep K and V in the format that the model computes in" in record.message
+    with pytest.raises(UnavailableBackendError, match="the format that the model computes in"):
+        select_kernels("cpu", CPU, converts_kv=True)
+    assert select_kernels("reference", CPU, converts_kv=True).name == "reference"
+
+
 def test_the_native_kernels_are_the_best_for_a_cpu():
     assert select_kernels("auto", CPU).name == "cpu"
 

@@ -53,6 +53,28 @@ def test_facts_are_read_from_a_binary(architecture):
     assert (code.spilled, code.local_accesses) == (0, 0)
 
 
+def test_columns_of_tensor_memory_are_read_from_the_compiler():
+    """128 x 128 scores and as many sums in float32 take 128 columns each."""
+    code = read(case_of("paged_prefill", "sm_100", "bf16 32/8 x 128, block 16").launch, "sm_100")
+    assert code.tensor_columns == 256
+    assert read(case_of("silu_mul", "sm_100").launch, "sm_100").tensor_columns == 0
+
+
+@pytest.mark.parametrize(("architecture", "in_hardware"), [("sm_80", False), ("sm_90", True)])
+def test_float8_is_read_by_the_chip_where_it_can(architecture, in_hardware):
+    launch = case_of("paged_decode", architecture, "bf16 32/8 x 128, block 16, KV fp8").launch
+    code = read(launch, architecture)
+    assert ("E4M3" in code.facts) == in_hardware == (launch.arguments["k_pool"].dtype == torch.float8_e4m3fn)
+    assert aot.expected_facts("paged_decode", "bf16 32/8 x 128, block 16, KV fp8", architecture) <= code.facts
+    assert (code.spilled, code.local_accesses) == (0, 0)
+
+
+def test_every_chip_is_compiled_for_float8():
+    for architecture in ARCHITECTURES:
+        stored = {case.kernel for case in aot_cases.cases(architecture) if "KV fp8" in case.variant}
+        assert {"paged_decode", "paged_prefill", "rope_store"} <= stored
+
+
 def test_a_spill_is_seen_in_a_binary():
     launch = case_of("paged_prefill", "sm_90", "bf16 16/8 x 256").launch
     code = read(dataclasses.replace(launch, num_warps=4), "sm_90")
@@ -68,6 +90,10 @@ def test_a_spill_is_seen_in_a_binary():
         ({"spilled": 8}, "spills 8 bytes"),
         ({"local_accesses": 1}, "spills"),
         ({"shared": (227 << 10) + 1}, "shared memory over"),
+        ({"tensor_columns": 512}, None),
+        ({"tensor_columns": 544}, "544 columns of tensor memory, the chip has 512"),
+        ({"facts": GOOD.facts | {"UTCHMMA"}}, "columns of tensor memory are not known"),
+        ({"facts": GOOD.facts | {"UTCHMMA"}, "tensor_columns": 256}, None),
         ({"facts": GOOD.facts - {"HMMA"}}, "no longer HMMA"),
         ({"facts": GOOD.facts - {"wide"}}, "no longer wide"),
     ],

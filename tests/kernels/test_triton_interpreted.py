@@ -30,6 +30,7 @@ def loops_over_lengths():
 
 @pytest.mark.skipif(not loops_over_lengths(), reason="needs triton 3.7: 3.6's interpreter breaks on current numpy")
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
+@pytest.mark.timeout(900)  # a hundred checks at once: 40 s alone, minutes beside others
 def test_all_checks_pass_in_a_process_of_its_own():
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -66,6 +67,30 @@ if INTERPRETED:
     def test_rope_store(arguments):
         checks.check_rope_store(*arguments, CPU)
 
+    @pytest.mark.parametrize("shape", checks.STORED_DECODES, ids=str)
+    def test_decode_over_other_formats(shape):
+        checks.check_decode(shape, CPU)
+
+    @pytest.mark.parametrize("shape", checks.STORED_PREFILLS, ids=str)
+    def test_prefill_over_other_formats(shape):
+        checks.check_prefill(shape, CPU)
+
+    def test_attention_over_float8_as_chips_get_it_that_convert_it():
+        checks.check_decode(checks.STORED_DECODES[1], CPU, architecture="sm_90")
+        checks.check_prefill(checks.STORED_PREFILLS[1], CPU, architecture="sm_90")
+
+    @pytest.mark.parametrize("arguments", checks.STORED_ROPES, ids=str)
+    def test_rope_store_in_other_formats(arguments):
+        *shape, stored = arguments
+        checks.check_rope_store(*shape, CPU, stored)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+    def test_every_code_is_read(dtype):
+        checks.check_every_code_is_read(dtype, CPU)
+
+    def test_codes_are_those_of_torch():
+        checks.check_codes_are_those_of_torch(CPU)
+
     @pytest.mark.parametrize("arguments", checks.MOVES, ids=str)
     def test_moves(arguments):
         checks.check_moves(*arguments, CPU)
@@ -77,3 +102,6 @@ if INTERPRETED:
     @pytest.mark.parametrize("name", ["smollm2", "mistral", "qwen3"])
     def test_greedy_tokens(name, tmp_path):
         check_greedy_tokens(name, tmp_path, "cpu", num_new=2, padded=name == "mistral")
+
+    def test_greedy_tokens_over_float8(tmp_path):
+        check_greedy_tokens("smollm2", tmp_path, "cpu", num_new=2, kv_cache_dtype="fp8")

@@ -36,6 +36,14 @@ def test_any_difference_of_the_layout_is_named(field):
     assert describe_mismatch(OURS, theirs) == f"KV {field}: {getattr(LAYOUT, field)} != {value}"
 
 
+def test_a_float8_pool_has_no_peer_of_another_format():
+    float8 = msgspec.structs.replace(LAYOUT, dtype="float8_e4m3fn")
+    theirs = our_identity(FINGERPRINT, float8)
+    assert describe_mismatch(OURS, theirs) == "KV dtype: float32 != float8_e4m3fn"
+    assert describe_mismatch(theirs, theirs) is None
+    assert token_bytes(float8) == token_bytes(LAYOUT) // 4
+
+
 def test_all_differences_are_named_together():
     theirs = (PROTOCOL_VERSION + 1, msgspec.structs.replace(FINGERPRINT, weights="w1"), LAYOUT)
     assert describe_mismatch(OURS, theirs) == (
