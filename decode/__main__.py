@@ -20,7 +20,7 @@ from kvtransfer.messages import Role
 from kvtransfer.receive_machine import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.settings import parse
-from kvtransfer.signals import exit_on_signals
+from kvtransfer.signals import exit_on_signals, run_and_leave
 from kvtransfer.steady_memory import settle_memory
 from kvtransfer.worker import Worker, WorkerEvent, stop_on_signals
 from launcher.default_model import resolve_model
@@ -75,4 +75,4 @@ def build(config: DecodeConfig, engine: Engine, listener: KvListener, keys: Curv
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(main)

@@ -52,6 +52,9 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
     def cancel_all_of(self, gateway: str, now: float) -> None:
         self._book.cancel_all_of(gateway, now)
 
+    def reset_prefix_cache(self) -> None:
+        self._engine.pool.forget_names()
+
     def flush(self) -> Sequence[tuple[str, RequestOutput]]:
         """Carries out what the scheduler decided and returns what the gateways have to know, in order."""
         self._carry_out_all()

@@ -27,7 +27,7 @@ from kvtransfer.curve import GATEWAY_KEY, CurveKeys, load_keys
 from kvtransfer.errors import SettingsError
 from kvtransfer.logs import configure_logging
 from kvtransfer.settings import one_line_errors, parse
-from kvtransfer.signals import STOP_SIGNALS, exit_on_signals
+from kvtransfer.signals import STOP_SIGNALS, exit_on_signals, run_and_leave
 from launcher.default_model import resolve_model
 
 logger = logging.getLogger(__name__)
@@ -167,4 +167,4 @@ def _http_settings(config: GatewayConfig) -> HttpSettings:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(main)

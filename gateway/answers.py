@@ -9,16 +9,19 @@ Json = dict[str, Any]
 
 @dataclass(eq=False)
 class Usage:
-    """Tokens of a call over all its prompts. `num_completion` grows as tokens come."""
+    """Tokens of a call over all its prompts. `num_completion` grows as tokens come; `num_cached`: prompt tokens that
+    were found in a prefix cache."""
 
     num_prompt: int
     num_completion: int = 0
+    num_cached: int = 0
 
     def to_json(self) -> Json:
         return {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_completion,
             "total_tokens": self.num_prompt + self.num_completion,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
         }
 
 

@@ -84,7 +84,7 @@ def create_app(backend: Backend, tokenizer: Tokenizer, settings: HttpSettings, m
         },
         lifespan=lifespan,
     )
-    _add_get_routes(app, service)
+    _add_simple_routes(app, service)
     app.openapi = partial(describe, app)  # type: ignore[method-assign]  # FastAPI's documented way
     return guarded(app, settings, metrics.count_http_answer)
 
@@ -98,18 +98,19 @@ def _post_routes(service: Service, pool: TextPool) -> list[BaseRoute]:
     ]
 
 
-def _add_get_routes(app: FastAPI, service: Service) -> None:
+def _add_simple_routes(app: FastAPI, service: Service) -> None:
     """Each handler is called with the service and the request; FastAPI describes it by its docstring."""
-    handlers: dict[str, Respond] = {
-        "/v1/models": _list_models,
-        "/v1/models/{name:path}": _show_model,
-        "/version": _version,
-        "/health": _health,
-        "/metrics": _metrics,
+    handlers: dict[tuple[str, str], Respond] = {
+        ("GET", "/v1/models"): _list_models,
+        ("GET", "/v1/models/{name:path}"): _show_model,
+        ("GET", "/version"): _version,
+        ("GET", "/health"): _health,
+        ("GET", "/metrics"): _metrics,
+        ("POST", "/reset_prefix_cache"): _reset_prefix_cache,
     }
-    for path, respond in handlers.items():
+    for (method, path), respond in handlers.items():
         app.add_api_route(
-            path, _bound(respond, service), methods=["GET"], name=respond.__name__, description=respond.__doc__
+            path, _bound(respond, service), methods=[method], name=respond.__name__, description=respond.__doc__
         )
 
 
@@ -146,6 +147,12 @@ async def _health(service: Service, request: Request) -> Response:
 async def _metrics(service: Service, request: Request) -> Response:
     """Prometheus' text format."""
     return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _reset_prefix_cache(service: Service, request: Request) -> Response:
+    """From now on no request is served from KV that earlier ones have left behind."""
+    service.backend.reset_prefix_cache()
+    return Response()
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class Attempt:
     decode: Leg | None
     merge: TokenMerge
     started_at: float
+    num_cached: int = field(default=0, init=False)  # prompt tokens that a worker found in its prefix cache
     _finish: EndReason | None = field(default=None, init=False)
     _num_final: int | None = field(default=None, init=False)  # output tokens in all, once a worker has finished
 
@@ -90,6 +91,7 @@ class Attempt:
     def receive(self, leg: Leg, output: RequestOutput) -> None:
         """Takes a worker's output. Raises SetbackError if the attempt is over, BackendError if the request is."""
         leg.events.update(output.events)
+        self.num_cached = max(self.num_cached, output.num_cached)
         leg.active = leg.active and output.end is None
         self.merge.add(leg.role, output.start, output.token_ids)
         if output.end is not None:

@@ -60,10 +60,21 @@ class DeadlineExceededError(BackendError):
 @dataclass(frozen=True)
 class TokenDelta:
     """New output tokens of one request, in order and without gaps; `finish` is set on the last delta only
-    (STOP or LENGTH; errors are raised as BackendError instead)."""
+    (STOP or LENGTH; errors are raised as BackendError instead). `num_cached`, on the first one: prompt tokens whose KV
+    was found in a prefix cache."""
 
     token_ids: tuple[int, ...]
     finish: EndReason | None
+    num_cached: int = 0
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a request says of itself beside prompt and sampling. `cache_salt`: it shares KV only with requests of the
+    same salt; `priority`: the smaller, the sooner, where workers schedule by it."""
+
+    cache_salt: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,9 +95,14 @@ class Backend(Protocol):
         ...
 
     def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, arrived_at: float
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, traits: Traits, *, arrived_at: float
     ) -> AsyncGenerator[TokenDelta, None]:
         """Dispatches at the first `__anext__` and yields tokens as they come. Closing the iterator (`aclose`) before
         its end cancels the request on all workers. `arrived_at`: when the client's call came, monotonic seconds.
         Raises BackendError subclasses, DeadlineExceededError among them: callers need no time limit of their own."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """From now on no request is served from what earlier ones have left on the workers. Raises UnavailableError if
+        a worker can't be told."""
         ...

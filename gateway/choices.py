@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from gateway.backend import Backend, BackendError, RequestFailedError
+from gateway.backend import Backend, BackendError, RequestFailedError, Traits
 from gateway.choice_text import ChoiceText, TextDelta, TextRules
 from gateway.errors import ApiError, InternalError, SlowReaderError
 from gateway.metrics import Metrics, RequestTimer
@@ -34,6 +34,7 @@ class Choice:
     index: int
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    traits: Traits
 
 
 class ChoiceStreams:
@@ -47,6 +48,7 @@ class ChoiceStreams:
         self._metrics = metrics
         self._rules = rules
         self._max_buffered = max_buffered
+        self.num_cached = 0  # prompt tokens so far that were found in a prefix cache
         self._batches: deque[list[TextDelta]] = deque()
         self._num_buffered = 0
         self._num_running = 0
@@ -111,9 +113,12 @@ class ChoiceStreams:
 
     async def _produce(self, choice: Choice, timer: RequestTimer) -> str:
         text = ChoiceText(choice.index, choice.prompt_token_ids, self._tokenizer, self._rules)
-        tokens = self._backend.generate(choice.prompt_token_ids, choice.sampling, arrived_at=timer.started_at)
+        tokens = self._backend.generate(
+            choice.prompt_token_ids, choice.sampling, choice.traits, arrived_at=timer.started_at
+        )
         async with aclosing(tokens):
             async for delta in tokens:
+                self.num_cached += delta.num_cached
                 batch = text.push(delta)
                 timer.on_tokens(sum(piece.num_tokens for piece in batch))
                 self._put(batch)

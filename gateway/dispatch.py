@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from gateway.admission import check_request
-from gateway.backend import Backend, ClusterStatus, OverloadedError, TokenDelta, UnavailableError
+from gateway.backend import Backend, ClusterStatus, OverloadedError, TokenDelta, Traits, UnavailableError
 from gateway.cluster import Cluster, Departure
 from gateway.failover import Failover, FailoverSettings
 from gateway.flight import Deadlines, Flight
@@ -40,6 +40,7 @@ from kvtransfer.messages import (
     GatewayToWorker,
     PrefillRequest,
     Refused,
+    ResetPrefixCache,
     Role,
     SamplingParams,
     WorkerToGateway,
@@ -131,9 +132,9 @@ class Dispatcher(Backend):
         return self._cluster.status(self._clock())
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, arrived_at: float
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, traits: Traits, *, arrived_at: float
     ) -> AsyncGenerator[TokenDelta, None]:
-        flight = self._admit(tuple(prompt_token_ids), sampling, arrived_at)
+        flight = self._admit(tuple(prompt_token_ids), sampling, traits, arrived_at)
         try:
             self._placement.launch(flight)
             while True:
@@ -144,7 +145,12 @@ class Dispatcher(Backend):
         finally:
             self._flights.end(flight)  # no-op unless the consumer leaves early
 
-    def _admit(self, prompt: tuple[int, ...], sampling: SamplingParams, arrived_at: float) -> Flight:
+    def reset_prefix_cache(self) -> None:
+        told = [self._send(worker.worker_id, ResetPrefixCache()) for worker in self.workers]
+        if not all(told):
+            raise UnavailableError("a worker could not be told")
+
+    def _admit(self, prompt: tuple[int, ...], sampling: SamplingParams, traits: Traits, arrived_at: float) -> Flight:
         """A request that may be dispatched. Raises BackendError."""
         status, vocab_size = self.status(), self._cluster.vocab_size
         if status.max_model_len is None or vocab_size is None:
@@ -157,6 +163,7 @@ class Dispatcher(Backend):
             request_id=uuid.uuid4().hex,
             prompt_token_ids=prompt,
             sampling=sampling,
+            traits=traits,
             stream=TokenStream(settings.stream_buffer_tokens),
             failover=Failover(settings.failover),
             arrived_at=arrived_at,
@@ -251,7 +258,7 @@ class Dispatcher(Backend):
         link = self._cluster.link_to(worker_id)
         if self._control is None or link is None:
             return False
-        if not isinstance(message, PrefillRequest | DecodeRequest | Cancel):
+        if not isinstance(message, PrefillRequest | DecodeRequest | Cancel | ResetPrefixCache):
             return self._control.send(link, message)
         numbered = self._cluster.numbered(worker_id, message)
         if numbered is None or not self._control.send(link, numbered):

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Final
 
 from gateway.attempt import Attempt, Leg
-from gateway.backend import BackendError, DeadlineExceededError, TokenDelta
+from gateway.backend import BackendError, DeadlineExceededError, TokenDelta, Traits
 from gateway.failover import Failover
 from gateway.merge import TokenMerge
 from gateway.observer import Phases, RequestOutcome
@@ -65,6 +65,7 @@ class Flight:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    traits: Traits
     stream: TokenStream
     failover: Failover
     arrived_at: float
@@ -136,9 +137,10 @@ class Flight:
             self.move(FlightState.STREAMING)
         if self.state is FlightState.HELD and finish is None:
             return None
-        fresh = tuple(self.tokens[self.num_streamed :])
+        is_first, fresh = self.num_streamed == 0, tuple(self.tokens[self.num_streamed :])
         self.num_streamed += len(fresh)
-        return TokenDelta(fresh, finish) if fresh or finish is not None else None
+        num_cached = self.attempt.num_cached if is_first else 0
+        return TokenDelta(fresh, finish, num_cached) if fresh or finish is not None else None
 
     def overdue(self, now: float) -> BackendError | None:
         """The error of a request that is past a deadline."""
@@ -162,7 +164,15 @@ class Flight:
         return RequestOutcome(self.request_id, finish, error, phases, self._handoff_gap_s)
 
     def _next_spec(self) -> RequestSpec:
-        return RequestSpec(self.request_id, self.num_attempts, self.prompt_token_ids, self.sampling, tuple(self.tokens))
+        return RequestSpec(
+            request_id=self.request_id,
+            attempt=self.num_attempts,
+            prompt_token_ids=self.prompt_token_ids,
+            sampling=self.sampling,
+            output_token_ids=tuple(self.tokens),
+            cache_salt=self.traits.cache_salt,
+            priority=self.traits.priority,
+        )
 
     def _note_handoff(self, now: float) -> None:
         """The gap between tokens 0 and 1, if one attempt gave both: anything else is not a hand-over's time."""

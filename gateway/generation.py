@@ -66,6 +66,7 @@ class Generation:
                     texts[delta.index] += delta.text
                     reasons[delta.index] = delta.finish_reason or ""
                     usage.num_completion += delta.num_tokens
+            usage.num_cached = streams.num_cached
         choices = [call.shape.choice(*parts) for parts in zip(range(len(texts)), texts, reasons, strict=True)]
         await send_json(send, _envelope(call).answer(choices, usage))
 
@@ -90,7 +91,7 @@ class Generation:
         await events.start()
         await events.write(chunks.opening())
         while batch is not None:
-            await events.write(chunks.of(batch))
+            await events.write(chunks.of(batch, streams.num_cached))
             batch = await self._next(streams, events)
         await events.write(chunks.closing())
         await events.finish()
@@ -129,9 +130,11 @@ class ChunkMaker:
         openings = [self._call.shape.opening(choice.index) for choice in self._call.choices]
         return [self._chunk(opening) for opening in openings if opening is not None]
 
-    def of(self, batch: list[TextDelta]) -> list[dict[str, Any]]:
-        """One chunk a token that has text, or ends its choice. Tokens without text only count."""
+    def of(self, batch: list[TextDelta], num_cached: int) -> list[dict[str, Any]]:
+        """One chunk a token that has text, or ends its choice. Tokens without text only count. `num_cached`: prompt
+        tokens of the call so far that were found in a prefix cache."""
         chunks = []
+        self._usage.num_cached = num_cached
         for delta in batch:
             self._usage.num_completion += delta.num_tokens
             if delta.text or delta.finish_reason is not None:

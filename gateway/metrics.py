@@ -130,6 +130,17 @@ class WorkerCollector(Collector):
         yield _gauge("kv_cache_usage_perc", "Used part of the KV pool, 0 to 1.", workers, lambda w: w.load.kv_usage)
         yield _gauge("kv_blocks", "Blocks of the KV pool.", workers, lambda w: w.load.num_blocks)
         yield _gauge("kv_free_blocks", "Free blocks of the KV pool.", workers, lambda w: w.load.num_free_blocks)
+        yield _gauge("kv_waste_perc", "Part of used blocks that holds no token.", workers, lambda w: w.load.kv_waste)
+        for name, text, value in _WORKER_COUNTS:
+            yield _count(name, text, workers, value)
+
+
+_WORKER_COUNTS: Final[tuple[tuple[str, str, Callable[[Worker], int]], ...]] = (
+    ("num_preemptions", "Requests that lost their blocks to others.", lambda w: w.load.num_preemptions),
+    ("prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda w: w.load.prefix_queries),
+    ("prefix_cache_hits", "Tokens found in the prefix cache.", lambda w: w.load.prefix_hits),
+    ("prefix_cache_evictions", "Blocks whose contents made room.", lambda w: w.load.prefix_evictions),
+)
 
 
 class WithoutCreated(Collector):
@@ -197,6 +208,14 @@ class RequestTimer:
 
 def _gauge(name: str, text: str, workers: Sequence[Worker], value: Callable[[Worker], float]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(PREFIX + name, text, labels=("role", "worker"))
+    for worker in workers:
+        family.add_metric((worker.role.value, worker.worker_id), value(worker))
+    return family
+
+
+def _count(name: str, text: str, workers: Sequence[Worker], value: Callable[[Worker], int]) -> CounterMetricFamily:
+    """A worker's own count, which begins anew when it is restarted."""
+    family = CounterMetricFamily(PREFIX + name, text, labels=("role", "worker"))
     for worker in workers:
         family.add_metric((worker.role.value, worker.worker_id), value(worker))
     return family

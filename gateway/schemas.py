@@ -13,6 +13,7 @@ from kvtransfer.messages import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOKEN_ID
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 512
+MAX_SALT_CHARS: Final = 512
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -35,7 +36,8 @@ class StreamOptions(Fields, frozen=True, kw_only=True):
 
 
 class GenerationRequest(Fields, frozen=True, kw_only=True):
-    """What completions and chats have in common. `top_k`: 0 or -1 is off."""
+    """What completions and chats have in common. `top_k`: 0 or -1 is off. `cache_salt`: KV is shared only among
+    requests with the same one. `priority`: the smaller, the sooner, where workers schedule by it."""
 
     model: str | None = None
     max_tokens: MaxTokens | None = None
@@ -54,6 +56,8 @@ class GenerationRequest(Fields, frozen=True, kw_only=True):
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] = []
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -128,8 +132,6 @@ _UNSUPPORTED_ANYWHERE: Final[dict[str, tuple[Any, ...]]] = {
     "truncate_prompt_tokens": (),
     "allowed_token_ids": ([],),
     "bad_words": ([],),
-    "priority": (0,),
-    "cache_salt": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),

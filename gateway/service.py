@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from gateway.answers import AnswerShape
 from gateway.asgi import Receive, Scope, read_json_body
-from gateway.backend import Backend, UnavailableError
+from gateway.backend import Backend, Traits, UnavailableError
 from gateway.choice_text import TextRules
 from gateway.choices import Choice
 from gateway.errors import InvalidFieldError, ModelNotFoundError, excerpt
@@ -79,6 +79,7 @@ class Service:
                     default_max_tokens=default_max_tokens,
                     seed=seed,
                 ),
+                Traits(request.cache_salt or "", request.priority),
             )
             for index, prompt in enumerate(prompts)
         ]

@@ -39,6 +39,7 @@ from kvtransfer.messages import (
     RequestEnd,
     RequestMessage,
     RequestOutput,
+    ResetPrefixCache,
     StepOutput,
     Welcome,
     WorkerToGateway,
@@ -188,7 +189,7 @@ class GatewayLinks:
                 self._on_welcome(link, message, now)
             case Refused(reason):
                 self._on_refused(link, reason, now)
-            case PrefillRequest() | DecodeRequest() | Cancel():
+            case PrefillRequest() | DecodeRequest() | Cancel() | ResetPrefixCache():
                 if link.takes(message):
                     self._hand_in(link, message)
 
@@ -205,7 +206,7 @@ class GatewayLinks:
 
     def _hand_in(self, link: GatewayLink, message: RequestMessage) -> None:
         """The engine empties its inbox once a step; until then the inbox must not grow without bound."""
-        if isinstance(message, Cancel):
+        if isinstance(message, Cancel | ResetPrefixCache):
             if self.inbox.backlog >= self.max_pending + MAX_PENDING_CANCELS:
                 self._lose(link, "cancels faster than this worker can take in")
                 return

@@ -21,6 +21,7 @@ from kvtransfer.messages import (
     Refused,
     Reintroduce,
     RequestMessage,
+    ResetPrefixCache,
     Welcome,
 )
 
@@ -66,7 +67,9 @@ class GatewayLink:
                 return "was restarted"
             case GatewayBeat(sequence=sequence) if sequence != self.num_taken:
                 return f"had sent {sequence} messages, {self.num_taken} came"
-            case PrefillRequest() | DecodeRequest() | Cancel() if message.sequence != self.num_taken + 1:
+            case PrefillRequest() | DecodeRequest() | Cancel() | ResetPrefixCache() if (
+                message.sequence != self.num_taken + 1
+            ):
                 return f"sent message {message.sequence} behind message {self.num_taken}"
             case Refused():
                 return "refuses us from now on"

@@ -4,15 +4,17 @@ Encoding is msgpack, one message a frame. A struct is a map with a `type` tag; u
 values out of range are refused while decoding, so what a handler receives is already within these bounds.
 
     worker  -> gateway   Hello, Heartbeat, StepOutput, Goodbye
-    gateway -> worker    Welcome, Refused, Reintroduce, GatewayBeat, PrefillRequest, DecodeRequest, Cancel
+    gateway -> worker    Welcome, Refused, Reintroduce, GatewayBeat, PrefillRequest, DecodeRequest, Cancel,
+                         ResetPrefixCache
     prefill -> decode    KvHello, KvOffer, KvHeader (+ K frame + V frame), KvFirstToken, KvAbort
     decode  -> prefill   KvWelcome, Refused, KvGrant, KvCredit, KvDone, KvRevoke
 
 Every hand-over is named by (request_id, attempt); whatever names an attempt that is over is dropped.
 
 A link that is cut and comes back may have lost messages without a word. So from Welcome on the messages that matter are
-numbered 1, 2, ... in each direction (StepOutput; PrefillRequest, DecodeRequest and Cancel together), and the beats name
-the last number sent. Whoever misses a number gives the link up, and it begins anew with the next Hello and its Welcome.
+numbered 1, 2, ... in each direction (StepOutput; PrefillRequest, DecodeRequest, Cancel and ResetPrefixCache together),
+and the beats name the last number sent. Whoever misses a number gives the link up, and it begins anew with the next
+Hello and its Welcome.
 """
 
 from collections.abc import Sequence
@@ -340,6 +342,12 @@ class DecodeRequest(Message, frozen=True):
     sequence: Count = 0
 
 
+class ResetPrefixCache(Message, frozen=True):
+    """Serve nothing from what earlier requests have left in the pool. `sequence` as above."""
+
+    sequence: Count = 0
+
+
 class Cancel(Message, frozen=True):
     """Nobody waits for (request, attempt) any more. `sequence` as above."""
 
@@ -442,7 +450,7 @@ class KvRevoke(Message, frozen=True):
 
 
 WorkerToGateway = Hello | Heartbeat | StepOutput | Goodbye
-RequestMessage = PrefillRequest | DecodeRequest | Cancel
+RequestMessage = PrefillRequest | DecodeRequest | Cancel | ResetPrefixCache
 """What a gateway numbers."""
 GatewayToWorker = Welcome | Refused | Reintroduce | GatewayBeat | RequestMessage
 PrefillToDecode = KvHello | KvOffer | KvHeader | KvFirstToken | KvAbort

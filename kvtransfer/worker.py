@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 from kvtransfer.control import AllGatewaysRefused, ControlEvent, FromGateway, GatewayLinks, GatewayLost, Report
 from kvtransfer.incoming import KvOffered, ReceptionEnded
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import Cancel, EndReason, Load, RequestEnd, RequestMessage, RequestOutput
+from kvtransfer.messages import Cancel, EndReason, Load, RequestEnd, RequestMessage, RequestOutput, ResetPrefixCache
 from kvtransfer.outgoing import TransferEnded
 from kvtransfer.signals import STOP_SIGNALS
 
@@ -52,6 +52,10 @@ class WorkerRole(Protocol):
     def cancel(self, gateway: str, message: Cancel, now: float) -> None: ...
 
     def cancel_all_of(self, gateway: str, now: float) -> None: ...
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing that is in the pool now is shared with what comes."""
+        ...
 
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         """A transfer has moved on, or has ended: then its blocks may be freed."""
@@ -124,6 +128,8 @@ class Worker:
         match event:
             case FromGateway(gateway, Cancel() as cancel):
                 self.role.cancel(gateway, cancel, now)
+            case FromGateway(_, ResetPrefixCache()):
+                self.role.reset_prefix_cache()
             case FromGateway(gateway, message):
                 self._on_request(gateway, message, now)
             case GatewayLost(gateway):
@@ -139,7 +145,7 @@ class Worker:
         if self._stop_at is None:
             self.role.add(gateway, message, now)
             return
-        assert not isinstance(message, Cancel), message
+        assert not isinstance(message, Cancel | ResetPrefixCache), message
         spec = message.request
         end = RequestEnd(EndReason.FAILED, "the worker is shutting down")
         self.links.send(gateway, [RequestOutput(spec.request_id, spec.attempt, 0, end=end)])

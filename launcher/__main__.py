@@ -1,5 +1,5 @@
 """`python -m launcher`: the same as the `kvsplice` command."""
 
-from launcher.cli import main
+from launcher.cli import run
 
-raise SystemExit(main())
+run()

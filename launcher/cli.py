@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NoReturn
 
 from kvtransfer.settings import one_line_errors, parse
+from kvtransfer.signals import run_and_leave
 from launcher.config import FetchConfig, HealthConfig, ServeConfig
 
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
@@ -31,6 +32,11 @@ An LLM server that runs prefill and decode on different GPUs.
 
 kvsplice COMMAND --help explains a command; kvsplice --version names the release.
 """
+
+
+def run() -> NoReturn:
+    """The command `kvsplice`: `main`, and the end of the process."""
+    run_and_leave(main)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

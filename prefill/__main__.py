@@ -15,7 +15,7 @@ from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import PROTOCOL_VERSION, Hello, KvHello, Role
 from kvtransfer.sender import KvSender
 from kvtransfer.settings import parse
-from kvtransfer.signals import exit_on_signals
+from kvtransfer.signals import exit_on_signals, run_and_leave
 from kvtransfer.steady_memory import settle_memory
 from kvtransfer.worker import Worker, WorkerEvent, stop_on_signals
 from launcher.default_model import resolve_model
@@ -66,4 +66,4 @@ def _kv_hello(hello: Hello) -> KvHello:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(main)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
-from gateway.backend import BackendError, TokenDelta
+from gateway.backend import BackendError, TokenDelta, Traits
 from gateway.cluster import Cluster, ClusterSettings
 from gateway.dispatch import Dispatcher, DispatchSettings
 from gateway.failover import RetryReason
@@ -29,6 +29,7 @@ from kvtransfer.messages import (
     RequestEnd,
     RequestOutput,
     RequestSpec,
+    ResetPrefixCache,
     Role,
     SamplingParams,
     StepOutput,
@@ -89,6 +90,9 @@ def sampling(max_tokens: int = 8, **changes) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, seed=1, **changes)
 
 
+NO_TRAITS = Traits()
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 100.0
@@ -129,7 +133,7 @@ class FakeControl:
             self.num_sent[worker_id] = 0
         if isinstance(message, GatewayBeat):
             assert message.sequence == self.num_sent[worker_id]
-        if not isinstance(message, PrefillRequest | DecodeRequest | Cancel):
+        if not isinstance(message, PrefillRequest | DecodeRequest | Cancel | ResetPrefixCache):
             return message
         self.num_sent[worker_id] += 1
         assert message.sequence == self.num_sent[worker_id]
@@ -158,7 +162,12 @@ class Client:
     """Consumes one `generate`; reads only while `reading` is set."""
 
     def __init__(
-        self, dispatcher: Dispatcher, prompt: tuple[int, ...], params: SamplingParams, arrived_at: float
+        self,
+        dispatcher: Dispatcher,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        arrived_at: float,
+        traits: Traits = NO_TRAITS,
     ) -> None:
         self.tokens: list[int] = []
         self.deltas: list[TokenDelta] = []
@@ -166,7 +175,7 @@ class Client:
         self.error: BackendError | None = None
         self.reading = asyncio.Event()
         self.reading.set()
-        self._stream = dispatcher.generate(prompt, params, arrived_at=arrived_at)
+        self._stream = dispatcher.generate(prompt, params, traits, arrived_at=arrived_at)
         self.task = asyncio.get_running_loop().create_task(self._consume())
 
     async def _consume(self) -> None:
@@ -226,9 +235,9 @@ class World:
         for _ in range(6):
             await asyncio.sleep(0)
 
-    async def ask(self, prompt=(1, 2, 3), max_tokens: int = 8, **changes) -> Client:
+    async def ask(self, prompt=(1, 2, 3), max_tokens: int = 8, traits: Traits = NO_TRAITS, **changes) -> Client:
         params = sampling(max_tokens, **changes)
-        client = Client(self.dispatcher, tuple(prompt), params, self.clock.now)
+        client = Client(self.dispatcher, tuple(prompt), params, self.clock.now, traits)
         await self.settle()
         return client
 

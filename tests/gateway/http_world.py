@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from gateway.app import create_app
-from gateway.backend import ClusterStatus, TokenDelta
+from gateway.backend import ClusterStatus, TokenDelta, Traits, UnavailableError
 from gateway.limits import HttpSettings
 from gateway.metrics import Metrics
 from gateway.tokenizer import Tokenizer
@@ -86,6 +86,8 @@ class ScriptedBackend:
     reasons: tuple[str, ...] = ()
     calls: list[tuple[tuple[int, ...], SamplingParams]] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
+    traits: list[Traits] = field(default_factory=list)
+    num_resets: int = 0
     num_open: int = 0
     num_cut: int = 0
 
@@ -93,11 +95,17 @@ class ScriptedBackend:
         ready = not self.reasons
         return ClusterStatus(ready, self.reasons, self.max_model_len if ready else None)
 
+    def reset_prefix_cache(self) -> None:
+        if self.reasons:
+            raise UnavailableError("a worker could not be told")
+        self.num_resets += 1
+
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, arrived_at: float
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, traits: Traits, *, arrived_at: float
     ) -> AsyncGenerator[TokenDelta, None]:
         prompt = tuple(prompt_token_ids)
         self.calls.append((prompt, sampling))
+        self.traits.append(traits)
         self.arrivals.append(arrived_at)
         self.num_open += 1
         is_whole = False

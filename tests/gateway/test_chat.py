@@ -33,6 +33,7 @@ def test_an_answer_has_openai_s_shape():
             "prompt_tokens": len(prompt),
             "completion_tokens": num_tokens,
             "total_tokens": len(prompt) + num_tokens,
+            "prompt_tokens_details": {"cached_tokens": 0},
         },
     }
 

@@ -29,6 +29,7 @@ def test_an_answer_has_openai_s_shape():
             "prompt_tokens": len(ids_of("hello")),
             "completion_tokens": num_tokens,
             "total_tokens": len(ids_of("hello")) + num_tokens,
+            "prompt_tokens_details": {"cached_tokens": 0},
         },
     }
 

@@ -12,6 +12,7 @@ from gateway.backend import (
     InvalidRequestError,
     OverloadedError,
     RequestFailedError,
+    Traits,
     UnavailableError,
 )
 from gateway.cluster import ClusterSettings
@@ -472,7 +473,7 @@ async def test_a_client_that_leaves_cancels_on_both_workers(first_token):
 @in_loop
 async def test_an_iterator_that_is_dropped_cancels_too():
     async with world(*BOTH) as it:
-        stream = it.dispatcher.generate((1, 2), sampling(), arrived_at=100.0)
+        stream = it.dispatcher.generate((1, 2), sampling(), Traits(), arrived_at=100.0)
         waiting = asyncio.ensure_future(anext(stream))
         await it.settle()
         await it.reserve(it.spec("prefill-0", PrefillRequest))

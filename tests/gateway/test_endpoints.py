@@ -52,7 +52,7 @@ def test_wrong_methods_are_405_and_told_the_right_one():
 
 def test_openapi_describes_every_route_and_the_bodies_as_they_are_checked():
     document = make_world().ask("GET", "/openapi.json").json()
-    posts = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
+    posts = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/reset_prefix_cache"}
     gets = {"/v1/models", "/v1/models/{name}", "/version", "/health", "/metrics"}
     assert {path for path, item in document["paths"].items() if "post" in item} == posts
     assert {path for path, item in document["paths"].items() if "get" in item} == gets

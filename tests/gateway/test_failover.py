@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 
-from gateway.backend import DeadlineExceededError, InvalidRequestError, OverloadedError, RequestFailedError
+from gateway.backend import DeadlineExceededError, InvalidRequestError, OverloadedError, RequestFailedError, Traits
 from gateway.dispatch import DispatchSettings
 from gateway.failover import SAME_WORKER_DELAY_S, Failover, FailoverSettings, RetryReason, SetbackError
 from gateway.flight import Deadlines, Flight, FlightState, IllegalFlightMoveError
@@ -51,7 +51,7 @@ def test_every_move_of_a_flight():
     }
     for old, new in product(FlightState, FlightState):
         flight = Flight(
-            "r", (1,), sampling(), TokenStream(8), Failover(FailoverSettings()), 0.0, Deadlines(1.0, 2.0), 4
+            "r", (1,), sampling(), Traits(), TokenStream(8), Failover(FailoverSettings()), 0.0, Deadlines(1.0, 2.0), 4
         )
         flight.state = old
         if (old, new) in legal:

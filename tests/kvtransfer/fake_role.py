@@ -42,6 +42,9 @@ class FakeRole:
         for request_id in [request_id for request_id, owner in self.held.items() if owner == gateway]:
             self._end(request_id, EndReason.CANCELLED)
 
+    def reset_prefix_cache(self) -> None:
+        self.calls.append("reset")
+
     def on_transfer(self, event, now) -> None:
         self.calls.append(event)
 

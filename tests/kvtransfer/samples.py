@@ -32,6 +32,7 @@ from kvtransfer.messages import (
     RequestEnd,
     RequestOutput,
     RequestSpec,
+    ResetPrefixCache,
     Role,
     SamplingParams,
     StepOutput,
@@ -79,6 +80,8 @@ FROM_GATEWAY = (
     PrefillRequest(SPEC, TARGET, 1),
     PrefillRequest(SPEC, None, 2),
     DecodeRequest(SPEC, PrefillSource("prefill-0", "g1"), 3),
+    DecodeRequest(SPEC, None, 4),
+    ResetPrefixCache(5),
     Cancel("r", 1 << 16, 4),
 )
 FROM_PREFILL = (

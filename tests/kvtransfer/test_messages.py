@@ -35,6 +35,7 @@ HAVE_DEFAULTS = {
     ("PrefillRequest", "sequence"),
     ("DecodeRequest", "sequence"),
     ("Cancel", "sequence"),
+    ("ResetPrefixCache", "sequence"),
 }
 HEARTBEAT = FROM_WORKER[1]
 PREFILL_REQUEST = FROM_GATEWAY[4]
@@ -60,6 +61,7 @@ def test_there_is_a_sample_of_every_message():
     assert {type(message).__name__ for _, message in CASES} == {
         *("Hello", "Heartbeat", "StepOutput", "Goodbye"),
         *("Welcome", "Refused", "Reintroduce", "GatewayBeat", "PrefillRequest", "DecodeRequest", "Cancel"),
+        "ResetPrefixCache",
         *("KvHello", "KvOffer", "KvHeader", "KvFirstToken", "KvAbort"),
         *("KvWelcome", "KvGrant", "KvCredit", "KvDone", "KvRevoke"),
     }
