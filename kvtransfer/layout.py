@@ -52,16 +52,12 @@ def head_bytes(layout: KvLayout) -> int:
     return layout.head_dim * _DTYPE_BYTES[layout.dtype]
 
 
-def token_bytes(layout: KvLayout) -> int:
-    """Bytes of K (or V) for one token and all KV heads in one layer."""
-    return layout.num_kv_heads * head_bytes(layout)
-
-
-def max_frame_tokens(layout: KvLayout, max_bytes: int = MAX_BODY_BYTES) -> int:
-    """Tokens whose K (or V) fits one frame. Raises ProtocolError if not even one does."""
-    tokens = max_bytes // token_bytes(layout)
+def max_frame_tokens(layout: KvLayout, num_heads: int, max_bytes: int = MAX_BODY_BYTES) -> int:
+    """Tokens whose K (or V) of `num_heads` KV heads fits one frame. Raises ProtocolError if not even one does."""
+    token_bytes = num_heads * head_bytes(layout)
+    tokens = max_bytes // token_bytes
     if tokens < 1:
-        raise ProtocolError(f"one token takes {token_bytes(layout)} bytes a layer, a frame holds {max_bytes}")
+        raise ProtocolError(f"one token takes {token_bytes} bytes a layer, a frame holds {max_bytes}")
     return tokens
 
 

@@ -6,13 +6,18 @@ values out of range are refused while decoding, so what a handler receives is al
     worker  -> gateway   Hello, Heartbeat, StepOutput, Goodbye
     gateway -> worker    Welcome, Refused, Reintroduce, GatewayBeat, PrefillRequest, DecodeRequest, Cancel
     prefill -> decode    KvHello, KvOffer, KvHeader (+ K frame + V frame), KvFirstToken, KvAbort
-    decode  -> prefill   KvWelcome, Refused, KvGrant, KvCredit, KvDone, KvRevoke
+    decode  -> prefill   KvWelcome, Refused, KvGrant, KvCredit, KvResend, KvDone, KvRevoke
 
 Every hand-over is named by (request_id, attempt); whatever names an attempt that is over is dropped.
 
 A link that is cut and comes back may have lost messages without a word. So from Welcome on the messages that matter are
 numbered 1, 2, ... in each direction (StepOutput; PrefillRequest, DecodeRequest and Cancel together), and the beats name
 the last number sent. Whoever misses a number gives the link up, and it begins anew with the next Hello and its Welcome.
+
+KV frames that are lost or damaged are sent again. Messages of a transfer say how many KV bytes it had sent before them
+(`sent_bytes`, repeats included): as a link keeps the order, what has not arrived by then never will. A layer of which a
+frame is missing is asked for again from its next token on (KvResend, numbered 1, 2, ... in a transfer), and its frames
+name the last such number that was heard for it: so those sent before are told from those sent after.
 """
 
 from collections.abc import Sequence
@@ -352,27 +357,40 @@ class Cancel(Message, frozen=True):
 
 
 class KvHello(Message, frozen=True):
-    """First message on a KV connection."""
+    """First message on a KV connection. It brings the KV heads [head_start, head_stop) of all transfers.
+
+    A worker whose tensor parallelism spreads the KV heads over several processes has a connection for each of these;
+    their head ranges must not overlap. A transfer is granted once all heads of `layout` are offered, and is complete
+    when on each connection all tokens of all layers, and then the first token, have come.
+    """
 
     protocol: Positive
     worker_id: Name
     generation: Name
     fingerprint: Fingerprint
     layout: KvLayout
+    head_start: Count = 0
+    head_stop: Positive | None = None  # None: the last one of `layout`
 
 
 class KvOffer(Message, frozen=True):
     """KV of `num_tokens` tokens, those of the prompt and of the output so far, will come for (request, attempt), once
-    granted."""
+    granted. Repeated while the transfer is open. `num_resends`: number of the last KvResend that was heard."""
 
     request_id: Name
     attempt: Attempt
     num_tokens: Positive
+    sent_bytes: Count = 0
+    num_resends: Count = 0
 
 
 class KvHeader(Message, frozen=True):
-    """One layer's K and V of tokens [start, stop) and KV heads [head_start, head_stop); two body frames follow,
-    each [stop - start, head_stop - head_start, head_dim] of `dtype`, C-contiguous."""
+    """One layer's K and V of tokens [start, stop) and the link's KV heads [head_start, head_stop); two bodies follow,
+    each [stop - start, head_stop - head_start, head_dim] of `dtype`, C-contiguous.
+
+    `resend`: number of the last KvResend for this layer that was heard, 0 if none. `checksum`: CRC-32 over this message
+    without it, then K, then V (`kvtransfer/checksum.py`); a frame without one is taken as it comes.
+    """
 
     request_id: Name
     attempt: Attempt
@@ -382,14 +400,20 @@ class KvHeader(Message, frozen=True):
     head_start: Count
     head_stop: Count
     dtype: Text
+    sent_bytes: Count = 0
+    resend: Count = 0
+    checksum: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)] | None = None
 
 
 class KvFirstToken(Message, frozen=True):
-    """Behind the last KV frame: the token that prefill sampled."""
+    """Behind the last KV frame: the token that prefill sampled. Said again after each resend, and when the grant is
+    repeated. `num_resends` as in KvOffer."""
 
     request_id: Name
     attempt: Attempt
     token_id: TokenId
+    sent_bytes: Count = 0
+    num_resends: Count = 0
 
 
 class KvAbort(Message, frozen=True):
@@ -419,11 +443,21 @@ class KvGrant(Message, frozen=True):
 
 
 class KvCredit(Message, frozen=True):
-    """Body bytes spliced so far for (request, attempt), counted from the start."""
+    """KV bytes of (request, attempt) that are no longer on their way, from the start: spliced, dropped, or lost."""
 
     request_id: Name
     attempt: Attempt
-    spliced_bytes: Count
+    settled_bytes: Count
+
+
+class KvResend(Message, frozen=True):
+    """KV of `layer` is missing from token `start` on: send it again. `number` counts these in a transfer."""
+
+    request_id: Name
+    attempt: Attempt
+    layer: Count
+    start: Count
+    number: Positive
 
 
 class KvDone(Message, frozen=True):
@@ -446,7 +480,7 @@ RequestMessage = PrefillRequest | DecodeRequest | Cancel
 """What a gateway numbers."""
 GatewayToWorker = Welcome | Refused | Reintroduce | GatewayBeat | RequestMessage
 PrefillToDecode = KvHello | KvOffer | KvHeader | KvFirstToken | KvAbort
-DecodeToPrefill = KvWelcome | Refused | KvGrant | KvCredit | KvDone | KvRevoke
+DecodeToPrefill = KvWelcome | Refused | KvGrant | KvCredit | KvResend | KvDone | KvRevoke
 
 
 _Incoming = TypeVar("_Incoming")

@@ -5,8 +5,9 @@ The tokens of one layer in one transfer:
     |<- decode has -->|<---- shipped ---->|<-- shippable -->|<- not computed yet ->|
     0            first_token          shipped[l]         ready[l]             num_tokens
 
-Bytes in flight (shipped, not credited) never exceed the grant's window, except that one token may always be in
-flight: a window smaller than a token would stall the transfer.
+Bytes in flight (sent, not credited) never exceed the grant's window, except that one token may always be in flight: a
+window smaller than a token would stall the transfer. A layer that the receiver asks for again goes back to the token
+that it names; what was sent behind that token stays in flight until it is credited, arrived or lost.
 """
 
 import heapq
@@ -59,19 +60,24 @@ class OutgoingTransfer:
     window_bytes: int = 0
     sent_bytes: int = 0
     credited_bytes: int = 0
+    resent_bytes: int = 0
+    num_resends: int = 0  # number of the last KvResend that was heard
     first_token_id: int | None = None
     first_token_sent: bool = False
     _ready: list[int] = field(default_factory=list)
     _shipped: list[int] = field(default_factory=list)
     # Heap of (shipped, layer): every layer with something to ship, and entries that later shipments have outdated.
     _waiting: list[tuple[int, int]] = field(default_factory=list)
+    _resends: list[int] = field(default_factory=list)  # for each layer, number of the last KvResend that was heard
 
     def __post_init__(self) -> None:
         self._ready = [0] * self.num_layers
         self._shipped = [0] * self.num_layers
+        self._resends = [0] * self.num_layers
 
     def grant(self, first_token: int, window_bytes: int) -> None:
-        """The receiver has room from `first_token` on. A repeated grant changes nothing."""
+        """The receiver has room from `first_token` on. A repeated grant answers a repeated offer: the receiver does
+        not have everything yet, so the first token may have been lost."""
         if first_token > self.num_tokens:
             raise ProtocolError(f"grant from token {first_token} of {self.num_tokens}")
         if self.first_token is None:
@@ -80,12 +86,32 @@ class OutgoingTransfer:
             self._waiting = [
                 (first_token, layer) for layer in range(self.num_layers) if self._ready[layer] > first_token
             ]
+        self.first_token_sent = False
 
-    def credit(self, spliced_bytes: int) -> None:
-        """The receiver has spliced so many bytes in all. Credits may be repeated or late, never ahead."""
-        if spliced_bytes > self.sent_bytes:
-            raise ProtocolError(f"credit for {spliced_bytes} bytes, {self.sent_bytes} sent")
-        self.credited_bytes = max(self.credited_bytes, spliced_bytes)
+    def credit(self, settled_bytes: int) -> None:
+        """So many bytes in all are no longer on their way. Credits may be repeated or late, never ahead."""
+        if settled_bytes > self.sent_bytes:
+            raise ProtocolError(f"credit for {settled_bytes} bytes, {self.sent_bytes} sent")
+        self.credited_bytes = max(self.credited_bytes, settled_bytes)
+
+    def resend(self, layer: int, start: int, number: int) -> None:
+        """The receiver misses `layer` from token `start` on. Repeated or overtaken words change nothing."""
+        if self.first_token is None or layer >= self.num_layers:
+            raise ProtocolError(f"resend of layer {layer} of {self.num_layers}, granted from {self.first_token}")
+        if number <= self._resends[layer]:
+            return
+        if not self.first_token <= start <= self._shipped[layer]:
+            raise ProtocolError(f"resend of layer {layer} from token {start}, {self._shipped[layer]} were sent")
+        self.resent_bytes += (self._shipped[layer] - start) * self.piece_bytes_per_token
+        self._shipped[layer], self._resends[layer] = start, number
+        self.num_resends = max(self.num_resends, number)
+        self.first_token_sent = False
+        if self._is_waiting(layer):
+            heapq.heappush(self._waiting, (start, layer))
+
+    def resend_of(self, layer: int) -> int:
+        """Number of the last KvResend that was heard for `layer`, 0 if none."""
+        return self._resends[layer]
 
     def mark_ready(self, layer: int, stop: int) -> None:
         """KV of tokens [0, stop) of `layer` is in the pool."""

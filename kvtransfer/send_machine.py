@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtransfer.errors import MessageError, ProtocolError, SettingsError
-from kvtransfer.layout import KvBody, max_frame_tokens, token_bytes
+from kvtransfer.frames import PLAIN, FrameMaker, FrameOptions, first_token_of, offer_of
+from kvtransfer.layout import KvBody
 from kvtransfer.messages import (
     DecodeTarget,
     DecodeToPrefill,
     KvAbort,
     KvCredit,
     KvDone,
-    KvFirstToken,
     KvGrant,
-    KvHeader,
     KvHello,
-    KvOffer,
+    KvResend,
     KvRevoke,
     KvWelcome,
     PrefillToDecode,
@@ -42,7 +41,7 @@ class KvSource(Protocol):
     """Where KV is read from: the prefill worker's pool."""
 
     def gather(self, key: RequestKey, piece: Piece) -> KvBody:
-        """K and V of one layer for tokens [start, stop), each [tokens, num_kv_heads, head_dim], contiguous bytes."""
+        """K and V of one layer for tokens [start, stop), each [tokens, KV heads, head_dim], contiguous bytes."""
         ...
 
 
@@ -119,8 +118,10 @@ class SendMachine:
         outlet: KvOutlet,
         report: Callable[[TransferEnded], None],
         keepalive: float,
+        options: FrameOptions = PLAIN,
     ) -> None:
         self._hello = hello
+        self._frames = FrameMaker(hello, options)
         self._source = source
         self._outlet = outlet
         self._report = report
@@ -151,16 +152,15 @@ class SendMachine:
                 self._end(key, TransferOutcome.ABORTED, reason)
 
     def _open(self, command: Open, now: float) -> None:
-        layout = self._hello.layout
         refusal = self._dial(command.target, now)
         self._peer_of[command.key] = command.target.worker_id
         self._book.open(
             OutgoingTransfer(
                 key=command.key,
                 num_tokens=command.num_tokens,
-                num_layers=layout.num_layers,
-                piece_bytes_per_token=2 * token_bytes(layout),
-                max_piece_tokens=max_frame_tokens(layout),
+                num_layers=self._hello.layout.num_layers,
+                piece_bytes_per_token=self._frames.token_bytes,
+                max_piece_tokens=self._frames.max_tokens,
             )
         )
         if refusal is not None:
@@ -213,9 +213,12 @@ class SendMachine:
             case KvGrant(request_id, attempt, first_token, window_bytes):
                 if transfer := self._find(name, (request_id, attempt)):
                     transfer.grant(first_token, window_bytes)
-            case KvCredit(request_id, attempt, spliced_bytes):
+            case KvCredit(request_id, attempt, settled_bytes):
                 if transfer := self._find(name, (request_id, attempt)):
-                    transfer.credit(spliced_bytes)
+                    transfer.credit(settled_bytes)
+            case KvResend(request_id, attempt, layer, start, number):
+                if transfer := self._find(name, (request_id, attempt)):
+                    transfer.resend(layer, start, number)
             case KvDone(request_id, attempt):
                 if self._find(name, (request_id, attempt)):
                     self._end((request_id, attempt), TransferOutcome.DONE)
@@ -270,7 +273,7 @@ class SendMachine:
         for transfer in self._book:
             peer = self._peer_of[transfer.key]
             if not transfer.offered:
-                transfer.offered = self._outlet.send(peer, KvOffer(*transfer.key, num_tokens=transfer.num_tokens))
+                transfer.offered = self._outlet.send(peer, offer_of(transfer))
             left -= self._ship_pieces(peer, transfer, left)
             self._ship_first_token(peer, transfer)
         return left == 0
@@ -288,17 +291,8 @@ class SendMachine:
         return num_shipped
 
     def _ship_piece(self, peer: str, transfer: OutgoingTransfer, piece: Piece) -> bool:
-        layout = self._hello.layout
-        header = KvHeader(
-            *transfer.key,
-            layer=piece.layer,
-            start=piece.start,
-            stop=piece.stop,
-            head_start=0,
-            head_stop=layout.num_kv_heads,
-            dtype=layout.dtype,
-        )
-        if not self._outlet.send(peer, header, self._source.gather(transfer.key, piece)):
+        body = self._source.gather(transfer.key, piece)
+        if not self._outlet.send(peer, self._frames.header(transfer, piece, body), body):
             return False
         transfer.shipped(piece)
         return True
@@ -306,8 +300,7 @@ class SendMachine:
     def _ship_first_token(self, peer: str, transfer: OutgoingTransfer) -> None:
         if transfer.first_token_sent or transfer.first_token_id is None or not transfer.all_shipped:
             return
-        message = KvFirstToken(*transfer.key, token_id=transfer.first_token_id)
-        transfer.first_token_sent = self._outlet.send(peer, message)
+        transfer.first_token_sent = self._outlet.send(peer, first_token_of(transfer, transfer.first_token_id))
 
     def _keep_alive(self, now: float) -> None:
         if now < self._next_keepalive:

@@ -17,6 +17,7 @@ from typing import Any
 
 from kvtransfer.channel import KvDialer
 from kvtransfer.curve import CurveKeys
+from kvtransfer.frames import PLAIN, FrameOptions
 from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import DecodeTarget, KvHello, RequestKey
@@ -36,11 +37,12 @@ class KvSender:
         events: Mailbox[Any],
         keepalive: float,
         security: CurveKeys | None = None,
+        options: FrameOptions = PLAIN,
     ) -> None:
         self._idle_wait = keepalive / 4
         self._commands: Mailbox[SendCommand | None] = Mailbox()  # None: stop
         self._dialer = KvDialer(new_link_name(hello.worker_id, hello.generation), security)
-        self._machine = SendMachine(hello, source, self._dialer, events.put, keepalive)
+        self._machine = SendMachine(hello, source, self._dialer, events.put, keepalive, options)
         self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
         self._stopping = False
 

@@ -10,6 +10,7 @@ from collections import Counter
 
 from engine.block_pool import BlockPool
 from kvtransfer.channel import KvListener
+from kvtransfer.frames import PLAIN
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
@@ -126,13 +127,13 @@ class Side:
 
 class PrefillSide(Side):
     def __init__(
-        self, block_size=4, keepalive=5.0, name="prefill-0", generation="g1", security=None, **identity
+        self, block_size=4, keepalive=5.0, name="prefill-0", generation="g1", security=None, options=PLAIN, **identity
     ) -> None:
         super().__init__(HashPool(64, block_size))
         about = {"fingerprint": FINGERPRINT, "layout": LAYOUT, "protocol": PROTOCOL_VERSION} | identity
         self.peer = (name, generation)
         self.hello = KvHello(worker_id=name, generation=generation, **about)
-        self.sender = KvSender(self.hello, self.pool, self.events, keepalive, security)
+        self.sender = KvSender(self.hello, self.pool, self.events, keepalive, security, options)
         self.computed: dict = {}
         self.sender.start()
 

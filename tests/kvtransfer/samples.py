@@ -20,6 +20,7 @@ from kvtransfer.messages import (
     KvHello,
     KvLayout,
     KvOffer,
+    KvResend,
     KvRevoke,
     KvWelcome,
     LifetimeEvent,
@@ -82,10 +83,10 @@ FROM_GATEWAY = (
     Cancel("r", 1 << 16, 4),
 )
 FROM_PREFILL = (
-    KvHello(PROTOCOL_VERSION, "prefill-0", "g1", FINGERPRINT, LAYOUT),
-    KvOffer("r", 0, 12),
-    KvHeader("r", 0, 1, 2, 3, 0, 2, "float32"),
-    KvFirstToken("r", 0, 99),
+    KvHello(PROTOCOL_VERSION, "prefill-0", "g1", FINGERPRINT, LAYOUT, 1, 2),
+    KvOffer("r", 0, 12, 256, 3),
+    KvHeader("r", 0, 1, 2, 3, 0, 2, "float32", 192, 2, (1 << 32) - 1),
+    KvFirstToken("r", 0, 99, 512, 3),
     KvAbort("r", 0, "gone"),
 )
 FROM_DECODE = (
@@ -93,6 +94,7 @@ FROM_DECODE = (
     Refused("differs"),
     KvGrant("r", 0, 4, 1 << 20),
     KvCredit("r", 0, 512),
+    KvResend("r", 0, 1, 5, 3),
     KvDone("r", 0),
     KvRevoke("r", 0, "no longer wanted"),
 )

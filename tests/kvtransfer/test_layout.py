@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from kvtransfer.errors import ProtocolError
-from kvtransfer.layout import check_header, describe_mismatch, max_frame_tokens, our_identity, token_bytes
+from kvtransfer.layout import check_header, describe_mismatch, head_bytes, max_frame_tokens, our_identity
 from kvtransfer.messages import MAX_BODY_BYTES, PROTOCOL_VERSION, KvHeader
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
 
@@ -52,11 +52,12 @@ def test_all_differences_are_named_together():
 
 
 def test_frame_arithmetic():
-    assert token_bytes(LAYOUT) == 2 * 4 * 4
-    assert max_frame_tokens(LAYOUT, 100) == 3
-    assert max_frame_tokens(LAYOUT) * token_bytes(LAYOUT) <= MAX_BODY_BYTES
+    assert head_bytes(LAYOUT) == 4 * 4
+    assert max_frame_tokens(LAYOUT, 2, 100) == 3
+    assert max_frame_tokens(LAYOUT, 1, 100) == 6
+    assert max_frame_tokens(LAYOUT, 2) * 2 * head_bytes(LAYOUT) <= MAX_BODY_BYTES
     with pytest.raises(ProtocolError, match="one token takes 32 bytes"):
-        max_frame_tokens(LAYOUT, 31)
+        max_frame_tokens(LAYOUT, 2, 31)
 
 
 @pytest.mark.parametrize(

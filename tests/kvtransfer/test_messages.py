@@ -35,6 +35,10 @@ HAVE_DEFAULTS = {
     ("PrefillRequest", "sequence"),
     ("DecodeRequest", "sequence"),
     ("Cancel", "sequence"),
+    ("KvHello", "head_start"),
+    ("KvHello", "head_stop"),
+    *((kind, name) for kind in ("KvOffer", "KvFirstToken") for name in ("sent_bytes", "num_resends")),
+    *(("KvHeader", name) for name in ("sent_bytes", "resend", "checksum")),
 }
 HEARTBEAT = FROM_WORKER[1]
 PREFILL_REQUEST = FROM_GATEWAY[4]
@@ -61,7 +65,7 @@ def test_there_is_a_sample_of_every_message():
         *("Hello", "Heartbeat", "StepOutput", "Goodbye"),
         *("Welcome", "Refused", "Reintroduce", "GatewayBeat", "PrefillRequest", "DecodeRequest", "Cancel"),
         *("KvHello", "KvOffer", "KvHeader", "KvFirstToken", "KvAbort"),
-        *("KvWelcome", "KvGrant", "KvCredit", "KvDone", "KvRevoke"),
+        *("KvWelcome", "KvGrant", "KvCredit", "KvResend", "KvDone", "KvRevoke"),
     }
 
 
