@@ -17,7 +17,7 @@ from kvtransfer.curve import CurveKeys, load_keys
 from kvtransfer.logs import configure_logging
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Role
-from kvtransfer.receive_machine import ReceiverLimits
+from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.settings import parse
 from kvtransfer.signals import exit_on_signals

@@ -7,7 +7,6 @@ A prefill worker hangs up a link that it has not used for a lease, so one that w
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from kvtransfer.complaints import Complaints
 from kvtransfer.errors import LossError, MessageError, ProtocolError
@@ -42,6 +41,7 @@ from kvtransfer.messages import (
     RequestKey,
 )
 from kvtransfer.peers import PeerBook
+from kvtransfer.receive_commands import Close, Expect, Grant, ReceiveCommand, ReceiverLimits
 from kvtransfer.stream import IncomingStream
 
 logger = logging.getLogger(__name__)
@@ -49,42 +49,6 @@ logger = logging.getLogger(__name__)
 IDLE_LEASES = 8
 SWEEPS_A_LEASE = 4
 CREDITS_A_WINDOW = 4
-
-
-@dataclass(frozen=True)
-class Expect:
-    """KV of `num_tokens` tokens will be offered by `peer`; answered by KvOffered, and in the end by ReceptionEnded."""
-
-    key: RequestKey
-    peer: PeerId
-    num_tokens: int
-
-
-@dataclass(frozen=True)
-class Grant:
-    """Blocks are reserved for what was offered, and the tokens before `first_token` are there already."""
-
-    key: RequestKey
-    first_token: int
-
-
-@dataclass(frozen=True)
-class Close:
-    """Give a reception up; answered by ReceptionEnded unless it has ended already."""
-
-    key: RequestKey
-    reason: str
-
-
-ReceiveCommand = Expect | Grant | Close
-
-
-@dataclass(frozen=True)
-class ReceiverLimits:
-    """Window of each grant in bytes, and seconds of a peer's silence after which its transfers are given up."""
-
-    window_bytes: int
-    lease: float
 
 
 class ReceiveMachine:

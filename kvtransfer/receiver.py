@@ -20,7 +20,8 @@ from kvtransfer.incoming import PeerId
 from kvtransfer.intake import IntakeCounts, KvSink
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Fingerprint, KvLayout, RequestKey
-from kvtransfer.receive_machine import Close, Expect, Grant, ReceiveCommand, ReceiveMachine, ReceiverLimits
+from kvtransfer.receive_commands import Close, Expect, Grant, ReceiveCommand, ReceiverLimits
+from kvtransfer.receive_machine import ReceiveMachine
 
 MESSAGES_A_TURN = 64
 

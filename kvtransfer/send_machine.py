@@ -29,6 +29,7 @@ from kvtransfer.messages import (
     RequestKey,
 )
 from kvtransfer.outgoing import OutgoingBook, OutgoingTransfer, Piece, TransferEnded, TransferOutcome
+from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand
 
 logger = logging.getLogger(__name__)
 
@@ -61,43 +62,6 @@ class KvOutlet(Protocol):
     def has_room(self, peer: str) -> bool:
         """Whether a send would be taken now."""
         ...
-
-
-@dataclass(frozen=True)
-class Open:
-    """Offer a request's KV to `target`."""
-
-    key: RequestKey
-    target: DecodeTarget
-    num_tokens: int
-
-
-@dataclass(frozen=True)
-class Ready:
-    """KV of tokens [0, stop) of `layer` is in the pool, for each (key, stop)."""
-
-    layer: int
-    stops: tuple[tuple[RequestKey, int], ...]
-
-
-@dataclass(frozen=True)
-class FirstToken:
-    """The prompt is computed and its first token sampled."""
-
-    key: RequestKey
-    token_id: int
-
-
-@dataclass(frozen=True)
-class Abort:
-    """Give a transfer up; answered by TransferEnded unless it has ended already."""
-
-    key: RequestKey
-    reason: str
-    tell_peer: bool
-
-
-SendCommand = Open | Ready | FirstToken | Abort
 
 
 @dataclass

@@ -21,7 +21,8 @@ from kvtransfer.frames import PLAIN, FrameOptions
 from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import DecodeTarget, KvHello, RequestKey
-from kvtransfer.send_machine import Abort, FirstToken, KvSource, Open, Ready, SendCommand, SendMachine
+from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand
+from kvtransfer.send_machine import KvSource, SendMachine
 
 
 class KvSender:

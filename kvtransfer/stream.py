@@ -55,6 +55,7 @@ class IncomingStream:
     first_token_id: int | None = None
     num_resends: int = 0
     _layers: list[_Layer] = field(default_factory=list)
+    _num_missing: int = 0  # tokens, over all layers
 
     def grant(self, first_token: int) -> None:
         """Blocks are reserved, and the tokens before `first_token` are in the pool."""
@@ -62,6 +63,7 @@ class IncomingStream:
         assert 0 <= first_token <= self.num_tokens, (first_token, self.num_tokens)
         self.first_token = first_token
         self._layers = [_Layer(first_token) for _ in range(self.num_layers)]
+        self._num_missing = (self.num_tokens - first_token) * self.num_layers
 
     def judge(self, header: KvHeader) -> Verdict:
         """What to do with a frame of the pool's layout. Raises ProtocolError for one that no loss explains."""
@@ -84,6 +86,7 @@ class IncomingStream:
     def spliced(self, header: KvHeader) -> None:
         """The tokens of a frame judged NEXT are in the pool."""
         layer = self._layers[header.layer]
+        self._num_missing -= header.stop - layer.next
         layer.next, layer.waiting, layer.in_vain = header.stop, False, 0
 
     def settle(self, sent_bytes: int, num_bytes: int = 0) -> int:
@@ -128,4 +131,4 @@ class IncomingStream:
 
     @property
     def has_all_kv(self) -> bool:
-        return self.first_token is not None and all(layer.next == self.num_tokens for layer in self._layers)
+        return self.first_token is not None and self._num_missing == 0

@@ -37,6 +37,7 @@ KNOWN_VARIABLES: Final[frozenset[str]] = frozenset(
         "KVSPLICE_KV_ADVERTISE_HOST",
         "KVSPLICE_KV_CACHE_DTYPE",
         "KVSPLICE_KV_CACHE_GIB",
+        "KVSPLICE_KV_CHECKSUM",
         "KVSPLICE_KV_HOST",
         "KVSPLICE_KV_PORT",
         "KVSPLICE_KV_WINDOW_MIB",

@@ -147,6 +147,11 @@ class ServeConfig(Settings):
     kv_cache_gib: float = setting(
         2.0, "On a CPU: size of each worker's KV pool in GiB.", group="batching and memory", ge=0.001, le=1 << 16
     )
+    kv_checksum: bool = setting(
+        False,
+        "Send a CRC-32 with each KV frame; a decode worker asks again for what arrives damaged.",
+        group="network",
+    )
     host: str = setting("127.0.0.1", "Address of the HTTP server.", group="network", metavar="HOST")
     port: int = setting(8000, "Port of the HTTP server; 0 takes any free one.", group="network", ge=0, le=65535)
     api_key: str | None = setting(

@@ -10,6 +10,7 @@ from engine.startup import failures_in_one_line
 from kvtransfer.channel import ControlClient
 from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.curve import CurveKeys, load_keys
+from kvtransfer.frames import FrameOptions
 from kvtransfer.logs import configure_logging
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import PROTOCOL_VERSION, Hello, KvHello, Role
@@ -52,8 +53,14 @@ def build(config: PrefillConfig, engine: Engine, keys: CurveKeys | None) -> Work
         queue_timeout=config.queue_timeout_s,
     )
     scheduler = PrefillScheduler(engine.pool, config.queue_rules, limits, engine.eos_token_ids)
-    source = PoolSource(engine, scheduler)
-    sender = KvSender(_kv_hello(hello), source, inbox, keepalive=config.lease_s / 4, security=keys)
+    sender = KvSender(
+        _kv_hello(hello),
+        PoolSource(engine, scheduler),
+        inbox,
+        keepalive=config.lease_s / 4,
+        security=keys,
+        options=FrameOptions(with_checksum=config.kv_checksum),
+    )
     dial = partial(ControlClient, security=keys)
     timing = LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s)
     links = GatewayLinks(hello, config.gateway, timing, inbox, config.max_waiting, dial)

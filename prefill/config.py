@@ -17,3 +17,8 @@ class PrefillConfig(EngineConfig):
         ge=1,
         le=1 << 20,
     )
+    kv_checksum: bool = setting(
+        False,
+        "Send a CRC-32 with each KV frame; a decode worker asks again for what arrives damaged.",
+        group="network",
+    )

@@ -16,7 +16,7 @@ from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvHello
 from kvtransfer.outgoing import TransferEnded
-from kvtransfer.receive_machine import ReceiverLimits
+from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT

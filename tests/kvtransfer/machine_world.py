@@ -10,8 +10,10 @@ from collections.abc import Callable
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.layout import KvBody
 from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvHello
-from kvtransfer.receive_machine import Expect, Grant, ReceiveMachine, ReceiverLimits
-from kvtransfer.send_machine import FirstToken, Open, Ready, SendMachine
+from kvtransfer.receive_commands import Expect, Grant, ReceiverLimits
+from kvtransfer.receive_machine import ReceiveMachine
+from kvtransfer.send_commands import FirstToken, Open, Ready
+from kvtransfer.send_machine import SendMachine
 from tests.kvtransfer.fake_pools import HashPool, content
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
 
