@@ -7,16 +7,18 @@ import msgspec
 
 from kvtransfer.checksum import checksum
 from kvtransfer.layout import KvBody, head_bytes, max_frame_tokens
-from kvtransfer.messages import KvFirstToken, KvHeader, KvHello, KvOffer
+from kvtransfer.messages import KvFirstToken, KvHeader, KvHello, KvOffer, KvWelcome
 from kvtransfer.outgoing import OutgoingTransfer, Piece
 from kvtransfer.peers import heads_of
 
 
 @dataclass(frozen=True)
 class FrameOptions:
-    """`with_checksum`: each frame carries one, and the receiver asks again for what arrives damaged."""
+    """`with_checksum`: each frame carries one, and the receiver asks again for what arrives damaged. `wire_dtype`: what
+    KV is packed into for receivers that take it; None: it goes as it lies in the pool."""
 
     with_checksum: bool = False
+    wire_dtype: str | None = None
 
 
 PLAIN: Final = FrameOptions()
@@ -29,10 +31,18 @@ class FrameMaker:
         self._dtype = hello.layout.dtype
         self._heads = heads_of(hello)
         self._options = options
+        self._layout = hello.layout
+
+    def sizes(self, wire_dtype: str | None = None) -> tuple[int, int]:
+        """Bytes of K and V of one token in one layer, and the most tokens of a frame."""
         start, stop = self._heads
-        self.token_bytes = 2 * (stop - start) * head_bytes(hello.layout)
-        """K and V of one token in one layer."""
-        self.max_tokens = max_frame_tokens(hello.layout, stop - start)
+        token_bytes = (stop - start) * head_bytes(self._layout, wire_dtype or self._dtype)
+        return 2 * token_bytes, max_frame_tokens(token_bytes)
+
+    def dtype_for(self, welcome: KvWelcome) -> str | None:
+        """What to pack KV into for the receiver that said `welcome`; None: nothing but the pool's own dtype."""
+        wanted = self._options.wire_dtype
+        return wanted if wanted in welcome.wire_dtypes else None
 
     def header(self, transfer: OutgoingTransfer, piece: Piece, body: KvBody) -> KvHeader:
         """The header of the next frame of `transfer`."""
@@ -44,7 +54,7 @@ class FrameMaker:
             stop=piece.stop,
             head_start=head_start,
             head_stop=head_stop,
-            dtype=self._dtype,
+            dtype=piece.dtype or self._dtype,
             sent_bytes=transfer.sent_bytes,
             resend=transfer.resend_of(piece.layer),
         )

@@ -39,6 +39,7 @@ MAX_TOKEN_ID = (1 << 31) - 1
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_TEXT_CHARS = 2048
+MAX_WIRE_DTYPES = 8
 MAX_ERROR_CHARS = 256
 """Upper bound of what a `MessageError` says: it may quote the sender, and it goes into a log."""
 
@@ -388,6 +389,10 @@ class KvHeader(Message, frozen=True):
     """One layer's K and V of tokens [start, stop) and the link's KV heads [head_start, head_stop); two bodies follow,
     each [stop - start, head_stop - head_start, head_dim] of `dtype`, C-contiguous.
 
+    `dtype` is the pools' or, where the receiver's KvWelcome names it, "float8_e4m3fn". Then a body is float32 scales
+    [stop - start, head_stop - head_start], one for each head of each token, and behind them the values, which times
+    their scale are K or V.
+
     `resend`: number of the last KvResend for this layer that was heard, 0 if none. `checksum`: CRC-32 over this message
     without it, then K, then V (`kvtransfer/checksum.py`); a frame without one is taken as it comes.
     """
@@ -428,9 +433,11 @@ class KvAbort(Message, frozen=True):
 
 
 class KvWelcome(Message, frozen=True):
-    """The decode worker accepts this peer's KV. `generation` is the decode worker's."""
+    """The decode worker accepts this peer's KV. `generation` is the decode worker's. `wire_dtypes`: what frames may be
+    in beside the pools' own dtype."""
 
     generation: Name
+    wire_dtypes: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_WIRE_DTYPES)] = ()
 
 
 class KvGrant(Message, frozen=True):

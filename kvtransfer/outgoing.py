@@ -39,11 +39,13 @@ class TransferEnded:
 
 
 class Piece(NamedTuple):
-    """Tokens [start, stop) of one layer: what goes into one message. One a message is made, so it has to be cheap."""
+    """Tokens [start, stop) of one layer: what goes into one message, in `dtype` (None: the pool's own). One a message
+    is made, so it has to be cheap."""
 
     layer: int
     start: int
     stop: int
+    dtype: str | None = None
 
 
 @dataclass
@@ -55,6 +57,7 @@ class OutgoingTransfer:
     num_layers: int
     piece_bytes_per_token: int  # K and V together, one layer
     max_piece_tokens: int
+    wire_dtype: str | None = None  # None: the pool's own
     offered: bool = False
     first_token: int | None = None  # None: not granted
     window_bytes: int = 0
@@ -74,6 +77,12 @@ class OutgoingTransfer:
         self._ready = [0] * self.num_layers
         self._shipped = [0] * self.num_layers
         self._resends = [0] * self.num_layers
+
+    def pack(self, wire_dtype: str, piece_bytes_per_token: int, max_piece_tokens: int) -> None:
+        """The receiver takes KV in another dtype than the pool's: so it goes out, unless it is granted already."""
+        if self.first_token is None:
+            self.wire_dtype = wire_dtype
+            self.piece_bytes_per_token, self.max_piece_tokens = piece_bytes_per_token, max_piece_tokens
 
     def grant(self, first_token: int, window_bytes: int) -> None:
         """The receiver has room from `first_token` on. A repeated grant answers a repeated offer: the receiver does
@@ -138,7 +147,7 @@ class OutgoingTransfer:
         if layer is None or allowed == 0:
             return None
         start = self._shipped[layer]
-        return Piece(layer, start, min(self._ready[layer], start + allowed))
+        return Piece(layer, start, min(self._ready[layer], start + allowed), self.wire_dtype)
 
     def _longest_waiting_layer(self) -> int | None:
         """None before the grant too: until then nothing is in the heap."""

@@ -21,7 +21,7 @@ from kvtransfer.incoming import (
     ReceptionOutcome,
 )
 from kvtransfer.intake import FrameIntake, IntakeCounts, KvSink
-from kvtransfer.layout import KvBody
+from kvtransfer.layout import FP8, KvBody
 from kvtransfer.messages import (
     MAX_TEXT_CHARS,
     DecodeToPrefill,
@@ -178,7 +178,7 @@ class ReceiveMachine:
             return
         self._end_former_transfers((hello.worker_id, hello.generation), link)
         logger.info("prefill worker %s is connected", hello.worker_id)
-        self._send(link, KvWelcome(self._generation))
+        self._send(link, KvWelcome(self._generation, wire_dtypes=(FP8,)))
 
     def _end_former_transfers(self, peer: PeerId, link: bytes) -> None:
         """A worker dials anew after a restart or on a new link: what it had offered before will never come."""

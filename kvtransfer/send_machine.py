@@ -70,6 +70,7 @@ class _Peer:
     used_at: float  # monotonic seconds
     is_welcome: bool = False
     refusal: str | None = None
+    wire_dtype: str | None = None
 
 
 class SendMachine:
@@ -117,14 +118,15 @@ class SendMachine:
 
     def _open(self, command: Open, now: float) -> None:
         refusal = self._dial(command.target, now)
+        piece_bytes, max_tokens = self._frames.sizes()
         self._peer_of[command.key] = command.target.worker_id
         self._book.open(
             OutgoingTransfer(
                 key=command.key,
                 num_tokens=command.num_tokens,
                 num_layers=self._hello.layout.num_layers,
-                piece_bytes_per_token=self._frames.token_bytes,
-                max_piece_tokens=self._frames.max_tokens,
+                piece_bytes_per_token=piece_bytes,
+                max_piece_tokens=max_tokens,
             )
         )
         if refusal is not None:
@@ -170,12 +172,14 @@ class SendMachine:
         match message:
             case MessageError():
                 raise message
-            case KvWelcome(generation):
-                self._on_welcome(name, generation)
+            case KvWelcome():
+                self._on_welcome(name, message)
             case Refused(reason):
                 self._on_refused(name, reason)
             case KvGrant(request_id, attempt, first_token, window_bytes):
                 if transfer := self._find(name, (request_id, attempt)):
+                    if wire_dtype := self._peers[name].wire_dtype:
+                        transfer.pack(wire_dtype, *self._frames.sizes(wire_dtype))
                     transfer.grant(first_token, window_bytes)
             case KvCredit(request_id, attempt, settled_bytes):
                 if transfer := self._find(name, (request_id, attempt)):
@@ -190,16 +194,18 @@ class SendMachine:
                 if self._find(name, (request_id, attempt)):
                     self._end((request_id, attempt), TransferOutcome.REVOKED, reason)
 
-    def _on_welcome(self, name: str, generation: str) -> None:
+    def _on_welcome(self, name: str, welcome: KvWelcome) -> None:
         """Behind the address may be another decode worker by now, which has no room reserved for what is meant for
         the one before."""
         peer = self._peers[name]
-        if generation != peer.target.generation:
+        if welcome.generation != peer.target.generation:
             logger.warning("decode worker %s is not the one that was meant: it was restarted", name)
             self._drop_peer(name, "the decode worker was restarted")
             return
-        logger.info("KV link to %s is up", name)
-        peer.is_welcome = True
+        if peer.is_welcome:
+            return  # what was agreed on holds as long as the link
+        peer.is_welcome, peer.wire_dtype = True, self._frames.dtype_for(welcome)
+        logger.info("KV link to %s is up, in %s", name, peer.wire_dtype or self._hello.layout.dtype)
 
     def _on_refused(self, name: str, reason: str) -> None:
         """At the handshake the first word holds; what follows answers what was sent behind KvHello. Later on, the

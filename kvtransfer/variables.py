@@ -41,6 +41,7 @@ KNOWN_VARIABLES: Final[frozenset[str]] = frozenset(
         "KVSPLICE_KV_HOST",
         "KVSPLICE_KV_PORT",
         "KVSPLICE_KV_WINDOW_MIB",
+        "KVSPLICE_KV_WIRE_DTYPE",
         "KVSPLICE_LEASE_S",
         "KVSPLICE_LOG_LEVEL",
         "KVSPLICE_MAX_BODY_BYTES",

@@ -147,6 +147,12 @@ class ServeConfig(Settings):
     kv_cache_gib: float = setting(
         2.0, "On a CPU: size of each worker's KV pool in GiB.", group="batching and memory", ge=0.001, le=1 << 16
     )
+    kv_wire_dtype: str = setting(
+        "auto",
+        "What KV is sent as; auto sends it as it is, fp8 halves bfloat16's bytes and rounds to 3 bits of mantissa.",
+        group="network",
+        choices=("auto", "fp8"),
+    )
     kv_checksum: bool = setting(
         False,
         "Send a CRC-32 with each KV frame; a decode worker asks again for what arrives damaged.",

@@ -11,6 +11,7 @@ from kvtransfer.channel import ControlClient
 from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.curve import CurveKeys, load_keys
 from kvtransfer.frames import FrameOptions
+from kvtransfer.layout import FP8
 from kvtransfer.logs import configure_logging
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import PROTOCOL_VERSION, Hello, KvHello, Role
@@ -59,7 +60,7 @@ def build(config: PrefillConfig, engine: Engine, keys: CurveKeys | None) -> Work
         inbox,
         keepalive=config.lease_s / 4,
         security=keys,
-        options=FrameOptions(with_checksum=config.kv_checksum),
+        options=FrameOptions(config.kv_checksum, FP8 if config.kv_wire_dtype == "fp8" else None),
     )
     dial = partial(ControlClient, security=keys)
     timing = LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s)

@@ -17,6 +17,12 @@ class PrefillConfig(EngineConfig):
         ge=1,
         le=1 << 20,
     )
+    kv_wire_dtype: str = setting(
+        "auto",
+        "What KV is sent as; auto sends it as it is, fp8 halves bfloat16's bytes and rounds to 3 bits of mantissa.",
+        group="network",
+        choices=("auto", "fp8"),
+    )
     kv_checksum: bool = setting(
         False,
         "Send a CRC-32 with each KV frame; a decode worker asks again for what arrives damaged.",

@@ -15,7 +15,8 @@ from engine.assembly import Engine
 from engine.buffers import as_bytes
 from engine.request import ScheduledRow
 from engine.role import EngineRole
-from kvtransfer.layout import KvBody
+from engine.wire_fp8 import quantise
+from kvtransfer.layout import FP8, KvBody
 from kvtransfer.messages import PrefillRequest, RequestKey, RequestMessage
 from kvtransfer.outgoing import Piece, TransferEnded
 from kvtransfer.sender import KvSender
@@ -40,11 +41,14 @@ class PoolSource:
         self._scheduler = scheduler
 
     def gather(self, key: RequestKey, piece: Piece) -> KvBody:
-        """K and V of one layer's tokens [start, stop), each [tokens, num_kv_heads, head_dim]."""
+        """K and V of one layer's tokens [start, stop), each [tokens, num_kv_heads, head_dim] in the piece's dtype."""
         job = self._scheduler.find(key)
         assert job is not None, f"{key} was freed while its KV was being read"
         k, v = self._kv_cache.gather(piece.layer, job.block_ids, piece.start, piece.stop)
-        return KvBody(as_bytes(k), as_bytes(v))
+        if piece.dtype is None:
+            return KvBody(as_bytes(k), as_bytes(v))
+        assert piece.dtype == FP8, piece.dtype
+        return KvBody(quantise(k), quantise(v))
 
 
 class PrefillRole(EngineRole[PrefillJob, TransferCommand]):

@@ -90,7 +90,7 @@ FROM_PREFILL = (
     KvAbort("r", 0, "gone"),
 )
 FROM_DECODE = (
-    KvWelcome("g2"),
+    KvWelcome("g2", ("float8_e4m3fn",)),
     Refused("differs"),
     KvGrant("r", 0, 4, 1 << 20),
     KvCredit("r", 0, 512),

@@ -37,6 +37,7 @@ HAVE_DEFAULTS = {
     ("Cancel", "sequence"),
     ("KvHello", "head_start"),
     ("KvHello", "head_stop"),
+    ("KvWelcome", "wire_dtypes"),
     *((kind, name) for kind in ("KvOffer", "KvFirstToken") for name in ("sent_bytes", "num_resends")),
     *(("KvHeader", name) for name in ("sent_bytes", "resend", "checksum")),
 }
