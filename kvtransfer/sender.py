@@ -10,6 +10,7 @@
 What each command and message leads to is decided in `kvtransfer/send_machine.py`.
 """
 
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 from kvtransfer.channel import KvDialer
 from kvtransfer.curve import CurveKeys
+from kvtransfer.emulated_link import EmulatedLink, LinkSpec
 from kvtransfer.frames import PLAIN, FrameOptions
 from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox
@@ -28,7 +30,7 @@ from kvtransfer.send_machine import KvSource, SendMachine
 class KvSender:
     """Ships KV of this prefill worker to decode workers. `events` takes what the engine has to know.
 
-    `keepalive` in seconds.
+    `keepalive` in seconds. `link`: behave as if KV went over such a link.
     """
 
     def __init__(
@@ -39,11 +41,14 @@ class KvSender:
         keepalive: float,
         security: CurveKeys | None = None,
         options: FrameOptions = PLAIN,
+        link: LinkSpec | None = None,
     ) -> None:
         self._idle_wait = keepalive / 4
         self._commands: Mailbox[SendCommand | None] = Mailbox()  # None: stop
         self._dialer = KvDialer(new_link_name(hello.worker_id, hello.generation), security)
-        self._machine = SendMachine(hello, source, self._dialer, events.put, keepalive, options)
+        self._emulated = None if link is None else EmulatedLink(link, self._dialer, random.Random(0))
+        outlet = self._emulated or self._dialer
+        self._machine = SendMachine(hello, source, outlet, events.put, keepalive, options)
         self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
         self._stopping = False
 
@@ -82,11 +87,18 @@ class KvSender:
         self._dialer.watch(self._commands)
         more = False
         while not self._stopping:
-            self._dialer.poll(0.0 if more else self._idle_wait)
+            self._dialer.poll(0.0 if more else self._patience(time.monotonic()))
             more = self._turn(time.monotonic())
         self._dialer.close()
 
+    def _patience(self, now: float) -> float:
+        """Seconds to wait for something to happen."""
+        due = None if self._emulated is None else self._emulated.next_due
+        return self._idle_wait if due is None else min(self._idle_wait, max(0.0, due - now))
+
     def _turn(self, now: float) -> bool:
+        if self._emulated is not None:
+            self._emulated.advance(now)
         for command in self._commands.drain():
             if command is None:
                 self._stopping = True

@@ -39,6 +39,7 @@ KNOWN_VARIABLES: Final[frozenset[str]] = frozenset(
         "KVSPLICE_KV_CACHE_GIB",
         "KVSPLICE_KV_CHECKSUM",
         "KVSPLICE_KV_HOST",
+        "KVSPLICE_KV_LINK",
         "KVSPLICE_KV_PORT",
         "KVSPLICE_KV_WINDOW_MIB",
         "KVSPLICE_KV_WIRE_DTYPE",

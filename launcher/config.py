@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 
 from engine.config import DEFAULT_MODEL
 from kvtransfer.addresses import check_host
+from kvtransfer.emulated_link import LinkSpec
 from kvtransfer.errors import SettingsError
 from kvtransfer.settings import Settings, setting
 
@@ -153,6 +154,13 @@ class ServeConfig(Settings):
         group="network",
         choices=("auto", "fp8"),
     )
+    kv_link: str | None = setting(
+        None,
+        "For experiments: send KV as if over such a link, any of delay=20ms,bandwidth=1Gbit,loss=0.01.",
+        group="network",
+        metavar="NAME=VALUE[,...]",
+        default_text="the link as it is",
+    )
     kv_checksum: bool = setting(
         False,
         "Send a CRC-32 with each KV frame; a decode worker asks again for what arrives damaged.",
@@ -185,3 +193,5 @@ class ServeConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_host("--host", self.host)
+        if self.kv_link is not None:
+            LinkSpec.parse(self.kv_link)

@@ -61,6 +61,7 @@ def build(config: PrefillConfig, engine: Engine, keys: CurveKeys | None) -> Work
         keepalive=config.lease_s / 4,
         security=keys,
         options=FrameOptions(config.kv_checksum, FP8 if config.kv_wire_dtype == "fp8" else None),
+        link=config.link,
     )
     dial = partial(ControlClient, security=keys)
     timing = LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s)

@@ -52,6 +52,7 @@ PURE_FILES = (
     "kvtransfer/incoming.py",
     "kvtransfer/link_name.py",
     "kvtransfer/checksum.py",
+    "kvtransfer/emulated_link.py",
     "kvtransfer/frames.py",
     "kvtransfer/intake.py",
     "kvtransfer/outgoing.py",

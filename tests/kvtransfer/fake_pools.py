@@ -127,13 +127,21 @@ class Side:
 
 class PrefillSide(Side):
     def __init__(
-        self, block_size=4, keepalive=5.0, name="prefill-0", generation="g1", security=None, options=PLAIN, **identity
+        self,
+        block_size=4,
+        keepalive=5.0,
+        name="prefill-0",
+        generation="g1",
+        security=None,
+        options=PLAIN,
+        link=None,
+        **identity,
     ) -> None:
         super().__init__(HashPool(64, block_size))
         about = {"fingerprint": FINGERPRINT, "layout": LAYOUT, "protocol": PROTOCOL_VERSION} | identity
         self.peer = (name, generation)
         self.hello = KvHello(worker_id=name, generation=generation, **about)
-        self.sender = KvSender(self.hello, self.pool, self.events, keepalive, security, options)
+        self.sender = KvSender(self.hello, self.pool, self.events, keepalive, security, options, link)
         self.computed: dict = {}
         self.sender.start()
 
