@@ -22,7 +22,7 @@ from engine.role import EngineRole
 from engine.wire_fp8 import dequantise
 from kvtransfer.incoming import KvOffered, ReceptionEnded
 from kvtransfer.layout import FP8, KvBody
-from kvtransfer.messages import DecodeRequest, KvHeader, RequestKey, RequestMessage
+from kvtransfer.messages import DecodeRequest, KvHeader, KvTraffic, RequestKey, RequestMessage
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.worker import TransferEvent
 
@@ -94,6 +94,9 @@ class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
                 self._scheduler.reception_ended(event, now)
             case _:
                 raise AssertionError(event)
+
+    def _kv_traffic(self) -> KvTraffic:
+        return self._receiver.traffic
 
     def _compute(self, rows: Sequence[ScheduledRow]) -> list[int | None]:
         return self._engine.runner.step(rows)

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gateway.failover import RetryReason
-from gateway.observer import RequestOutcome
+from gateway.observer import KvHandover, RequestOutcome
 from gateway.worker import Worker
 
 PREFIX: Final = "kvsplice:"
@@ -38,6 +38,17 @@ _PHASES: Final = {
     "delivery_s": "From there to the last token at the gateway.",
 }
 """What `gateway.observer.Phases` are, in order."""
+
+
+_TRAFFIC: Final = {
+    "kv_transfer_bytes": ("num_bytes", "KV bytes: sent, repeats included, by prefill; spliced by decode."),
+    "kv_resent_bytes": ("num_resent_bytes", "KV bytes that prefill was asked for again."),
+    "kv_resends": ("num_resends", "Times decode asked for KV again."),
+    "kv_corrupt_frames": ("num_corrupt", "KV frames on decode whose checksum did not fit."),
+    "kv_stale_frames": ("num_stale", "KV frames on decode behind one that was lost or damaged."),
+    "kv_late_messages": ("num_late", "Messages on decode about KV that nobody waited for any more."),
+}
+"""Fields of a worker's `KvTraffic`, counted since its start."""
 
 
 class Metrics:
@@ -64,6 +75,12 @@ class Metrics:
         )
         for retry_reason in RetryReason:
             self._retries.labels(retry_reason.value)
+        self._kv_transfer = self._histogram(
+            "kv_transfer_seconds", "First KV frame on its way to decode's word that it has everything.", _ANY_S
+        )
+        self._kv_exposed = self._histogram(
+            "kv_transfer_exposed_seconds", "All KV computed to decode's word that it has everything.", _ANY_S
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests with a first token.")
         self.generation_tokens = self._counter("generation_tokens", "Output tokens.")
         self.requests = self._counter("request_success", "Ended requests by reason.", ("finished_reason",))
@@ -108,6 +125,13 @@ class Metrics:
         """A request that had lost an attempt has got another one."""
         self._retries.labels(reason.value).inc()
 
+    def on_handover(self, handover: KvHandover) -> None:
+        """How long a hand-over took, and how much of that could not be hidden."""
+        if handover.transfer_s is not None:
+            self._kv_transfer.observe(handover.transfer_s)
+        if handover.exposed_s is not None:
+            self._kv_exposed.observe(handover.exposed_s)
+
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)
 
@@ -130,6 +154,8 @@ class WorkerCollector(Collector):
         yield _gauge("kv_cache_usage_perc", "Used part of the KV pool, 0 to 1.", workers, lambda w: w.load.kv_usage)
         yield _gauge("kv_blocks", "Blocks of the KV pool.", workers, lambda w: w.load.num_blocks)
         yield _gauge("kv_free_blocks", "Free blocks of the KV pool.", workers, lambda w: w.load.num_free_blocks)
+        for name, (field, text) in _TRAFFIC.items():
+            yield _traffic(name, text, workers, field)
 
 
 class WithoutCreated(Collector):
@@ -199,4 +225,11 @@ def _gauge(name: str, text: str, workers: Sequence[Worker], value: Callable[[Wor
     family = GaugeMetricFamily(PREFIX + name, text, labels=("role", "worker"))
     for worker in workers:
         family.add_metric((worker.role.value, worker.worker_id), value(worker))
+    return family
+
+
+def _traffic(name: str, text: str, workers: Sequence[Worker], field: str) -> CounterMetricFamily:
+    family = CounterMetricFamily(PREFIX + name, text, labels=("role", "worker"))
+    for worker in workers:
+        family.add_metric((worker.role.value, worker.worker_id), getattr(worker.load.kv_traffic, field))
     return family

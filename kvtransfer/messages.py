@@ -28,7 +28,7 @@ import msgspec
 
 from kvtransfer.errors import MessageError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_CONTROL_BYTES = 16 << 20
 """Upper bound of a control frame, bytes. A prompt of a million token ids takes about 5 MB."""
@@ -87,12 +87,16 @@ class LifetimeEvent(Enum):
     """The named clock readings of a request, in order. Workers report seconds since RECEIVED on their own clock.
 
     prefill:  RECEIVED --- SCHEDULED --- FIRST_TOKEN --- ENDED
+                        KV_STARTED --- KV_READY --- KV_TAKEN        (KV_STARTED comes after KV_READY if decode is late)
     decode:   RECEIVED --- OFFERED --- RESERVED --- FIRST_FRAME --- SPLICED --- RUNNING --- ENDED
     """
 
     RECEIVED = "received"
     SCHEDULED = "scheduled"  # prefill: first chunk goes into a batch
     FIRST_TOKEN = "first_token"  # prefill: the first token is sampled
+    KV_STARTED = "kv_started"  # prefill: the first KV frame goes out
+    KV_READY = "kv_ready"  # prefill: the KV of all layers and tokens is computed
+    KV_TAKEN = "kv_taken"  # prefill: decode has said that it has all of the KV and the first token
     OFFERED = "offered"  # decode: prefill holds blocks for it and has offered its KV
     RESERVED = "reserved"  # decode: blocks are reserved and the grant is out
     FIRST_FRAME = "first_frame"  # decode: the first KV frame has arrived
@@ -147,6 +151,18 @@ class Limits(Part, frozen=True):
     kv_tokens: Positive
 
 
+class KvTraffic(Part, frozen=True):
+    """What has become of KV since the worker's start. Prefill: `num_bytes` were sent, `num_resent_bytes` of them asked
+    for again. Decode: `num_bytes` were spliced, and counts of frames that were not, and of KvResends."""
+
+    num_bytes: Count = 0
+    num_resent_bytes: Count = 0
+    num_late: Count = 0  # for a transfer that is over, or from strangers
+    num_stale: Count = 0  # behind one that was lost or damaged
+    num_corrupt: Count = 0  # the checksum did not fit
+    num_resends: Count = 0
+
+
 class Load(Part, frozen=True):
     """A snapshot for routing and metrics; counters run from the worker's start.
 
@@ -164,6 +180,7 @@ class Load(Part, frozen=True):
     prefix_queries: Count = 0
     prefix_hits: Count = 0
     prefix_evictions: Count = 0
+    kv_traffic: KvTraffic = KvTraffic()
 
 
 # --- a request -------------------------------------------------------------------------------------

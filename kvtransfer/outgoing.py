@@ -30,12 +30,27 @@ class TransferOutcome(Enum):
 
 
 @dataclass(frozen=True)
+class TransferTimes:
+    """Moments of a transfer that is done, seconds, monotonic: all KV was computed, the first frame went out (None:
+    nothing had to be sent), the receiver said that it has everything.
+
+    All three are readings of one clock, taken by the sender's thread: from `ready_at` to `taken_at` is what the
+    transfer adds to the request, the way of the receiver's last word included. Two hosts' clocks are never compared.
+    """
+
+    ready_at: float
+    started_at: float | None
+    taken_at: float
+
+
+@dataclass(frozen=True)
 class TransferEnded:
-    """The sender will not touch the request's blocks again."""
+    """The sender will not touch the request's blocks again. `times` may be set if the outcome is DONE."""
 
     key: RequestKey
     outcome: TransferOutcome
     reason: str = ""
+    times: TransferTimes | None = None
 
 
 class Piece(NamedTuple):
@@ -63,10 +78,11 @@ class OutgoingTransfer:
     window_bytes: int = 0
     sent_bytes: int = 0
     credited_bytes: int = 0
-    resent_bytes: int = 0
     num_resends: int = 0  # number of the last KvResend that was heard
     first_token_id: int | None = None
     first_token_sent: bool = False
+    ready_at: float | None = None  # seconds, monotonic, as below
+    started_at: float | None = None
     _ready: list[int] = field(default_factory=list)
     _shipped: list[int] = field(default_factory=list)
     # Heap of (shipped, layer): every layer with something to ship, and entries that later shipments have outdated.
@@ -103,20 +119,22 @@ class OutgoingTransfer:
             raise ProtocolError(f"credit for {settled_bytes} bytes, {self.sent_bytes} sent")
         self.credited_bytes = max(self.credited_bytes, settled_bytes)
 
-    def resend(self, layer: int, start: int, number: int) -> None:
-        """The receiver misses `layer` from token `start` on. Repeated or overtaken words change nothing."""
+    def resend(self, layer: int, start: int, number: int) -> int:
+        """The receiver misses `layer` from token `start` on: the bytes that will go out again. Repeated or overtaken
+        words change nothing."""
         if self.first_token is None or layer >= self.num_layers:
             raise ProtocolError(f"resend of layer {layer} of {self.num_layers}, granted from {self.first_token}")
         if number <= self._resends[layer]:
-            return
+            return 0
         if not self.first_token <= start <= self._shipped[layer]:
             raise ProtocolError(f"resend of layer {layer} from token {start}, {self._shipped[layer]} were sent")
-        self.resent_bytes += (self._shipped[layer] - start) * self.piece_bytes_per_token
+        num_bytes = (self._shipped[layer] - start) * self.piece_bytes_per_token
         self._shipped[layer], self._resends[layer] = start, number
         self.num_resends = max(self.num_resends, number)
         self.first_token_sent = False
         if self._is_waiting(layer):
             heapq.heappush(self._waiting, (start, layer))
+        return num_bytes
 
     def resend_of(self, layer: int) -> int:
         """Number of the last KvResend that was heard for `layer`, 0 if none."""
@@ -132,6 +150,15 @@ class OutgoingTransfer:
 
     def _is_waiting(self, layer: int) -> bool:
         return self._shipped[layer] < self._ready[layer]
+
+    @property
+    def is_computed(self) -> bool:
+        """All KV is in the pool; layers are computed in order, so the last one tells."""
+        return self._ready[-1] == self.num_tokens
+
+    def times(self, taken_at: float) -> TransferTimes | None:
+        """The moments of a transfer that the receiver says it has all of; None if it says so too soon."""
+        return None if self.ready_at is None else TransferTimes(self.ready_at, self.started_at, taken_at)
 
     @property
     def in_flight_bytes(self) -> int:

@@ -35,6 +35,7 @@ from kvtransfer.messages import (
     KvLayout,
     KvOffer,
     KvRevoke,
+    KvTraffic,
     KvWelcome,
     PrefillToDecode,
     Refused,
@@ -87,6 +88,17 @@ class ReceiveMachine:
     def counts(self) -> IntakeCounts:
         """What has come of the frames so far."""
         return self._intake.counts
+
+    @property
+    def traffic(self) -> KvTraffic:
+        counts = self._intake.counts
+        return KvTraffic(
+            num_bytes=counts.spliced_bytes,
+            num_late=self.num_dropped,
+            num_stale=counts.num_stale,
+            num_corrupt=counts.num_corrupt,
+            num_resends=counts.num_resends,
+        )
 
     @property
     def sweep_interval(self) -> float:

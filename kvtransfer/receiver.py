@@ -19,7 +19,7 @@ from kvtransfer.channel import KvListener
 from kvtransfer.incoming import PeerId
 from kvtransfer.intake import IntakeCounts, KvSink
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import Fingerprint, KvLayout, RequestKey
+from kvtransfer.messages import Fingerprint, KvLayout, KvTraffic, RequestKey
 from kvtransfer.receive_commands import Close, Expect, Grant, ReceiveCommand, ReceiverLimits
 from kvtransfer.receive_machine import ReceiveMachine
 
@@ -57,6 +57,11 @@ class KvReceiver:
     def counts(self) -> IntakeCounts:
         """What has come of the frames so far."""
         return self._machine.counts
+
+    @property
+    def traffic(self) -> KvTraffic:
+        """What has come of the KV so far. From any thread."""
+        return self._machine.traffic
 
     def start(self) -> None:
         self._thread.start()

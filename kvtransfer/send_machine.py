@@ -23,12 +23,13 @@ from kvtransfer.messages import (
     KvHello,
     KvResend,
     KvRevoke,
+    KvTraffic,
     KvWelcome,
     PrefillToDecode,
     Refused,
     RequestKey,
 )
-from kvtransfer.outgoing import OutgoingBook, OutgoingTransfer, Piece, TransferEnded, TransferOutcome
+from kvtransfer.outgoing import OutgoingBook, OutgoingTransfer, Piece, TransferEnded, TransferOutcome, TransferTimes
 from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand
 
 logger = logging.getLogger(__name__)
@@ -96,9 +97,15 @@ class SendMachine:
         self._peers: dict[str, _Peer] = {}
         self._aborts: list[tuple[str, KvAbort]] = []  # to be said as soon as the peer's queue has room
         self._next_keepalive = 0.0
+        self._sent_bytes = self._resent_bytes = 0
 
     def __len__(self) -> int:
         return len(self._book)
+
+    @property
+    def traffic(self) -> KvTraffic:
+        """What has been sent, and what of it was asked for again."""
+        return KvTraffic(self._sent_bytes, self._resent_bytes)
 
     def apply(self, command: SendCommand, now: float) -> None:
         match command:
@@ -107,7 +114,7 @@ class SendMachine:
             case Ready(layer, stops):
                 for key, stop in stops:
                     if transfer := self._book.find(key):
-                        transfer.mark_ready(layer, stop)
+                        self._mark_ready(transfer, layer, stop, now)
             case FirstToken(key, token_id):
                 if transfer := self._book.find(key):
                     transfer.first_token_id = token_id
@@ -115,6 +122,11 @@ class SendMachine:
                 if tell_peer and self._book.find(key):
                     self._aborts.append((self._peer_of[key], KvAbort(*key, reason=reason)))
                 self._end(key, TransferOutcome.ABORTED, reason)
+
+    def _mark_ready(self, transfer: OutgoingTransfer, layer: int, stop: int, now: float) -> None:
+        transfer.mark_ready(layer, stop)
+        if transfer.ready_at is None and transfer.is_computed:
+            transfer.ready_at = now
 
     def _open(self, command: Open, now: float) -> None:
         refusal = self._dial(command.target, now)
@@ -159,16 +171,16 @@ class SendMachine:
         for key in [key for key, peer in self._peer_of.items() if peer == name]:
             self._end(key, TransferOutcome.FAILED, reason)
 
-    def on_message(self, name: str, message: DecodeToPrefill | MessageError) -> None:
+    def on_message(self, name: str, message: DecodeToPrefill | MessageError, now: float) -> None:
         if name not in self._peers:
             return  # dropped a moment ago
         try:
-            self._handle(name, message)
+            self._handle(name, message, now)
         except ProtocolError as error:
             logger.error("decode worker %s broke the protocol, closing the link: %s", name, error)
             self._drop_peer(name, "the decode worker broke the protocol")
 
-    def _handle(self, name: str, message: DecodeToPrefill | MessageError) -> None:
+    def _handle(self, name: str, message: DecodeToPrefill | MessageError, now: float) -> None:
         match message:
             case MessageError():
                 raise message
@@ -186,10 +198,10 @@ class SendMachine:
                     transfer.credit(settled_bytes)
             case KvResend(request_id, attempt, layer, start, number):
                 if transfer := self._find(name, (request_id, attempt)):
-                    transfer.resend(layer, start, number)
+                    self._resent_bytes += transfer.resend(layer, start, number)
             case KvDone(request_id, attempt):
-                if self._find(name, (request_id, attempt)):
-                    self._end((request_id, attempt), TransferOutcome.DONE)
+                if transfer := self._find(name, (request_id, attempt)):
+                    self._end(transfer.key, TransferOutcome.DONE, times=transfer.times(now))
             case KvRevoke(request_id, attempt, reason):
                 if self._find(name, (request_id, attempt)):
                     self._end((request_id, attempt), TransferOutcome.REVOKED, reason)
@@ -224,10 +236,12 @@ class SendMachine:
         """The transfer `key` if it is open and goes to `name`; late messages of ended ones find nothing."""
         return self._book.find(key) if self._peer_of.get(key) == name else None
 
-    def _end(self, key: RequestKey, outcome: TransferOutcome, reason: str = "") -> None:
+    def _end(
+        self, key: RequestKey, outcome: TransferOutcome, reason: str = "", times: TransferTimes | None = None
+    ) -> None:
         if self._book.close(key) is not None:
             del self._peer_of[key]
-            self._report(TransferEnded(key, outcome, reason))
+            self._report(TransferEnded(key, outcome, reason, times))
 
     def _send_aborts(self) -> None:
         """To peers whose link is gone there is nothing left to say."""
@@ -244,11 +258,11 @@ class SendMachine:
             peer = self._peer_of[transfer.key]
             if not transfer.offered:
                 transfer.offered = self._outlet.send(peer, offer_of(transfer))
-            left -= self._ship_pieces(peer, transfer, left)
+            left -= self._ship_pieces(peer, transfer, left, now)
             self._ship_first_token(peer, transfer)
         return left == 0
 
-    def _ship_pieces(self, peer: str, transfer: OutgoingTransfer, limit: int) -> int:
+    def _ship_pieces(self, peer: str, transfer: OutgoingTransfer, limit: int, now: float) -> int:
         """Ships up to `limit` pieces, as long as the peer's queue takes them; returns how many."""
         num_shipped = 0
         while num_shipped < limit and (piece := transfer.next_piece()):
@@ -258,6 +272,8 @@ class SendMachine:
             if not self._ship_piece(peer, transfer, piece):
                 break
             num_shipped += 1
+        if num_shipped and transfer.started_at is None:
+            transfer.started_at = now
         return num_shipped
 
     def _ship_piece(self, peer: str, transfer: OutgoingTransfer, piece: Piece) -> bool:
@@ -265,6 +281,7 @@ class SendMachine:
         if not self._outlet.send(peer, self._frames.header(transfer, piece, body), body):
             return False
         transfer.shipped(piece)
+        self._sent_bytes += (piece.stop - piece.start) * transfer.piece_bytes_per_token
         return True
 
     def _ship_first_token(self, peer: str, transfer: OutgoingTransfer) -> None:

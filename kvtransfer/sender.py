@@ -22,7 +22,7 @@ from kvtransfer.emulated_link import EmulatedLink, LinkSpec
 from kvtransfer.frames import PLAIN, FrameOptions
 from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import DecodeTarget, KvHello, RequestKey
+from kvtransfer.messages import DecodeTarget, KvHello, KvTraffic, RequestKey
 from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand
 from kvtransfer.send_machine import KvSource, SendMachine
 
@@ -55,6 +55,11 @@ class KvSender:
     def __len__(self) -> int:
         """Open transfers."""
         return len(self._machine)
+
+    @property
+    def traffic(self) -> KvTraffic:
+        """What has been sent so far. From any thread."""
+        return self._machine.traffic
 
     def start(self) -> None:
         self._thread.start()
@@ -105,5 +110,5 @@ class KvSender:
             else:
                 self._machine.apply(command, now)
         for peer, message in self._dialer.receive():
-            self._machine.on_message(peer, message)
+            self._machine.on_message(peer, message, now)
         return self._machine.ship(now)

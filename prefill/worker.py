@@ -17,7 +17,7 @@ from engine.request import ScheduledRow
 from engine.role import EngineRole
 from engine.wire_fp8 import quantise
 from kvtransfer.layout import FP8, KvBody
-from kvtransfer.messages import PrefillRequest, RequestKey, RequestMessage
+from kvtransfer.messages import KvTraffic, PrefillRequest, RequestKey, RequestMessage
 from kvtransfer.outgoing import Piece, TransferEnded
 from kvtransfer.sender import KvSender
 from kvtransfer.worker import TransferEvent
@@ -84,6 +84,9 @@ class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         assert isinstance(event, TransferEnded), event
         self._scheduler.transfer_ended(event, now)
+
+    def _kv_traffic(self) -> KvTraffic:
+        return self._sender.traffic
 
     def _compute(self, rows: Sequence[ScheduledRow]) -> list[int | None]:
         return self._engine.runner.step(rows, on_layer=self._announcer(rows))

@@ -140,7 +140,9 @@ class MachineWorld:
         self.offered.clear()
         while self.back:
             link, message = self.back.popleft()
-            next(sender for sender in self.senders if sender.link == link).machine.on_message(TARGET.worker_id, message)
+            next(sender for sender in self.senders if sender.link == link).machine.on_message(
+                TARGET.worker_id, message, self.now
+            )
         self.machine.sweep(self.now)
         self.now += TICK
 
