@@ -20,18 +20,27 @@ _SMALLEST: Final = torch.finfo(torch.float32).tiny
 _SCALE_BYTES: Final = 4
 
 
-def quantise(tensor: torch.Tensor) -> memoryview:
-    """The wire's bytes of K or V [tokens, heads, head_dim], on any device."""
+def pack(tensor: torch.Tensor) -> torch.Tensor:
+    """The wire's bytes of K or V [tokens, heads, head_dim], uint8 and flat, on the same device."""
     wide = tensor.float()
     scales = (wide.abs().amax(dim=-1) / LARGEST).clamp_min_(_SMALLEST)
     values = (wide / scales.unsqueeze(-1)).to(torch.float8_e4m3fn)
-    parts = (scales.reshape(-1).view(torch.uint8), values.reshape(-1).view(torch.uint8))
-    return as_bytes(torch.cat(parts))
+    return torch.cat((scales.reshape(-1).view(torch.uint8), values.reshape(-1).view(torch.uint8)))
+
+
+def unpack(packed: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    """K or V of `shape` [tokens, heads, head_dim] in `dtype`, from the wire's bytes, on the same device."""
+    num_scale_bytes = shape[0] * shape[1] * _SCALE_BYTES
+    scales = packed[:num_scale_bytes].view(torch.float32).reshape(*shape[:2], 1)
+    values = packed[num_scale_bytes:].view(torch.float8_e4m3fn).reshape(shape)
+    return (values.float() * scales).to(dtype)
+
+
+def quantise(tensor: torch.Tensor) -> memoryview:
+    """`pack`, into host memory."""
+    return as_bytes(pack(tensor))
 
 
 def dequantise(buffer: memoryview, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """K or V of `shape` [tokens, heads, head_dim] in `dtype`, from the wire's bytes; a host tensor of its own."""
-    num_scales = shape[0] * shape[1]
-    scales = torch.frombuffer(buffer, dtype=torch.float32, count=num_scales)
-    values = torch.frombuffer(buffer, dtype=torch.float8_e4m3fn, offset=num_scales * _SCALE_BYTES)
-    return (values.reshape(shape).float() * scales.reshape(*shape[:2], 1)).to(dtype)
+    """`unpack` from host memory; a host tensor of its own."""
+    return unpack(torch.frombuffer(buffer, dtype=torch.uint8), shape, dtype)

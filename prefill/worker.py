@@ -60,8 +60,11 @@ class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
         scheduler: PrefillScheduler,
         sender: KvSender,
         clock: Callable[[], float] = time.monotonic,
+        mark_layer: Callable[[int], None] | None = None,
     ) -> None:
+        """`mark_layer` is told of each layer of each step, before the sender is."""
         super().__init__(engine, scheduler, holds_output=False, clock=clock)
+        self._mark_layer = mark_layer
         self._scheduler = scheduler
         self._sender = sender
 
@@ -96,7 +99,12 @@ class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
         stops = [
             (row.request.key, row.stop) for row in rows if isinstance(row.request, PrefillJob) and row.request.lent
         ]
-        return lambda layer: self._sender.ready(layer, stops)
+        return lambda layer: self._announce(layer, stops)
+
+    def _announce(self, layer: int, stops: Sequence[tuple[RequestKey, int]]) -> None:
+        if self._mark_layer is not None:
+            self._mark_layer(layer)
+        self._sender.ready(layer, stops)
 
     def _carry_out(self, command: TransferCommand) -> None:
         match command:
