@@ -1,4 +1,4 @@
-"""KV beside the computation on a device: the staged source and sink against their slow twins, while the device computes."""
+"""KV beside the computation on a device: the staged source and sink against their slow twins, on a busy device."""
 
 from types import SimpleNamespace
 
