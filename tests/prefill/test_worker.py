@@ -118,7 +118,7 @@ def test_a_request_from_offer_to_handing_over(role):
     role.add("gw", PrefillRequest(spec("r", 10), TARGET), 0.0)
     assert ends_of(role) == []
     assert calls_of(role) == []
-    assert role.load() == Load(0, 1, 0.0, 8, 8, KvTraffic(num_bytes=5))
+    assert role.load() == Load(0, 1, 0.0, 8, 8, kv_traffic=KvTraffic(num_bytes=5))
     assert role.step()
     assert calls_of(role) == [("open", KEY, TARGET, 10), ("ready", 0, [(KEY, 8)]), ("ready", 1, [(KEY, 8)])]
     assert role.step()
