@@ -21,7 +21,7 @@ from kvtransfer.layout import KvBody
 from kvtransfer.messages import MAX_BODY_BYTES, KvFirstToken, KvHeader, PrefillToDecode
 from kvtransfer.send_machine import KvOutlet
 
-MAX_QUEUED: Final = 256
+MAX_QUEUED: Final = 128
 """Messages to one peer, as in a real link's queue."""
 QUEUE_BYTES: Final = 2 * MAX_BODY_BYTES
 """KV that waits for the transmitter; as a message is never cut, it may be almost twice as much. Beyond that comes what

@@ -58,23 +58,21 @@ class ReceptionEnded:
 
 @dataclass
 class IncomingTransfer:
-    """One reception's books: expected, offered by a stream for each of the peer's links, granted (`first_token`).
-    `last_sign` is the last time the peer spoke of it, seconds."""
+    """One reception's books: expected, offered by a stream for each of the peer's links, granted (`first_token`)."""
 
     key: RequestKey
     peer: PeerId
     num_tokens: int
     num_layers: int
     num_heads: int
-    last_sign: float
     first_token: int | None = None  # None: not granted yet
     streams: dict[bytes, IncomingStream] = field(default_factory=dict)
 
-    def add_stream(self, link: bytes, heads: HeadRange) -> None:
+    def add_stream(self, link: bytes, heads: HeadRange, now: float) -> None:
         """KV heads [heads[0], heads[1]) are offered on `link`. Raises ProtocolError if another link has one of them."""
         if self.first_token is not None or self.has_stream_for(heads):
             raise ProtocolError(f"KV heads {heads} of {self.key} are offered on another link already")
-        self.streams[link] = IncomingStream(self.key, link, heads, self.num_tokens, self.num_layers)
+        self.streams[link] = IncomingStream(self.key, link, heads, self.num_tokens, self.num_layers, now)
 
     def has_stream_for(self, heads: HeadRange) -> bool:
         """Whether one of `heads` has been offered."""
@@ -176,8 +174,12 @@ class IncomingBook:
         return transfer
 
     def silent_since(self, moment: float) -> list[IncomingTransfer]:
-        """Offered receptions whose peer has not been heard of since `moment`; stale parked offers are forgotten."""
+        """Receptions of which one link has said nothing since `moment`; stale parked offers are forgotten."""
         for name, offers in list(self._parked.items()):
             if all(offer.seen_at < moment for offer in offers.values()):
                 del self._parked[name]
-        return [transfer for transfer in self._transfers.values() if transfer.streams and transfer.last_sign < moment]
+        return [
+            transfer
+            for transfer in self._transfers.values()
+            if any(stream.last_sign < moment for stream in transfer.streams.values())
+        ]

@@ -117,7 +117,7 @@ class ReceiveMachine:
 
     def _expect(self, command: Expect, now: float) -> None:
         layers, heads = self._layout.num_layers, self._layout.num_kv_heads
-        transfer = IncomingTransfer(command.key, command.peer, command.num_tokens, layers, heads, now)
+        transfer = IncomingTransfer(command.key, command.peer, command.num_tokens, layers, heads)
         offers = self._book.open(transfer)
         reasons = [offer.abort_reason for offer in offers if offer.abort_reason is not None]
         if reasons:
@@ -125,7 +125,7 @@ class ReceiveMachine:
             return
         for offer in offers:
             if self._book.get(command.key) is transfer:  # not ended by the offer before
-                self._accept(transfer, offer.link, offer.heads, KvOffer(*command.key, offer.num_tokens))
+                self._accept(transfer, offer.link, offer.heads, KvOffer(*command.key, offer.num_tokens), now)
 
     def _grant(self, key: RequestKey, first_token: int) -> None:
         """Lets an offered transfer come; one that has ended meanwhile has said so already."""
@@ -139,7 +139,7 @@ class ReceiveMachine:
         assert stream.first_token is not None, stream.key
         self._send(stream.link, KvGrant(*stream.key, stream.first_token, self._limits.window_bytes))
 
-    def _accept(self, transfer: IncomingTransfer, link: bytes, heads: HeadRange, offer: KvOffer) -> None:
+    def _accept(self, transfer: IncomingTransfer, link: bytes, heads: HeadRange, offer: KvOffer, now: float) -> None:
         """Takes an offer; a repeated one is answered again, in case a grant, a credit or KV was lost."""
         if offer.num_tokens != transfer.num_tokens:
             reason = f"{offer.num_tokens} tokens offered, {transfer.num_tokens} expected"
@@ -148,10 +148,12 @@ class ReceiveMachine:
             return
         stream = transfer.streams.get(link)
         if stream is None:
-            transfer.add_stream(link, heads)
+            transfer.add_stream(link, heads, now)
             if transfer.is_offered:
                 self._report(KvOffered(transfer.key))
-        elif stream.first_token is not None:
+            return
+        stream.last_sign = now
+        if stream.first_token is not None:
             self._say_grant(stream)
             self._intake.on_repeated_offer(stream, offer)
 
@@ -178,7 +180,6 @@ class ReceiveMachine:
         elif (transfer := self._book.find(key, peer)) is None:
             self._on_stray(link, peer, message, now)
         else:
-            transfer.last_sign = now
             self._on_transfer_message(transfer, link, message, body, now)
 
     def _on_hello(self, link: bytes, hello: KvHello, now: float) -> None:
@@ -203,9 +204,8 @@ class ReceiveMachine:
         key, heads = (offer.request_id, offer.attempt), self._peers.heads_on(link)
         ended = self._book.ended(key)
         if (transfer := self._book.find(key, peer)) is not None:
-            transfer.last_sign = now
             with self._losses_fail(transfer):
-                self._accept(transfer, link, heads, offer)
+                self._accept(transfer, link, heads, offer, now)
         elif ended is ReceptionOutcome.ARRIVED:
             self._send(link, KvDone(*key))
         elif ended is not None:
@@ -243,6 +243,7 @@ class ReceiveMachine:
         stream = transfer.streams.get(link)
         if stream is None or stream.first_token is None:
             raise ProtocolError("KV that was not offered on this link, or before its grant")
+        stream.last_sign = now
         with self._losses_fail(transfer):
             if isinstance(message, KvHeader):
                 assert body is not None

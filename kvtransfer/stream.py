@@ -42,13 +42,15 @@ class _Layer:
 
 @dataclass
 class IncomingStream:
-    """One link's part of a reception: KV heads `heads` of tokens [first_token, num_tokens), in all layers."""
+    """One link's part of a reception: KV heads `heads` of tokens [first_token, num_tokens), in all layers. `last_sign`
+    is the last time the link spoke of it, seconds."""
 
     key: RequestKey
     link: bytes
     heads: tuple[int, int]
     num_tokens: int
     num_layers: int
+    last_sign: float
     first_token: int | None = None  # None: not granted yet
     settled_bytes: int = 0  # spliced, dropped or lost
     credited_bytes: int = 0

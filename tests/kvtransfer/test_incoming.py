@@ -17,9 +17,9 @@ KEY, PEER, STRANGER = ("r", 0), ("prefill-0", "g1"), ("prefill-9", "g1")
 
 
 def transfer(key=KEY, num_tokens=8, last_sign=100.0, offered=True) -> IncomingTransfer:
-    incoming = IncomingTransfer(key, PEER, num_tokens, num_layers=2, num_heads=4, last_sign=last_sign)
+    incoming = IncomingTransfer(key, PEER, num_tokens, num_layers=2, num_heads=4)
     if offered:
-        incoming.add_stream(b"link", (0, 4))
+        incoming.add_stream(b"link", (0, 4), last_sign)
     return incoming
 
 
@@ -39,7 +39,7 @@ def test_a_transfer_is_all_heads_of_all_links_and_their_first_token(shards):
     incoming = transfer(offered=False)
     for number, heads in enumerate(shards):
         assert not incoming.is_offered
-        incoming.add_stream(b"%d" % number, heads)
+        incoming.add_stream(b"%d" % number, heads, 100.0)
     assert incoming.is_offered
     incoming.grant(0)
     for stream in incoming.streams.values():
@@ -52,26 +52,26 @@ def test_a_transfer_is_all_heads_of_all_links_and_their_first_token(shards):
 @pytest.mark.parametrize("heads", [(0, 4), (1, 2), (0, 2), (1, 4)])
 def test_no_head_comes_on_two_links(heads):
     incoming = transfer(offered=False)
-    incoming.add_stream(b"a", (0, 2))
+    incoming.add_stream(b"a", (0, 2), 100.0)
     with pytest.raises(ProtocolError, match="on another link already"):
-        incoming.add_stream(b"b", heads)
-    incoming.add_stream(b"b", (2, 4))
+        incoming.add_stream(b"b", heads, 100.0)
+    incoming.add_stream(b"b", (2, 4), 100.0)
     incoming.grant(0)
     with pytest.raises(ProtocolError, match="on another link already"):
-        incoming.add_stream(b"c", (4, 5))
+        incoming.add_stream(b"c", (4, 5), 100.0)
 
 
 def test_part_of_the_heads_is_not_all_of_them():
     incoming = transfer(offered=False)
-    incoming.add_stream(b"a", (0, 2))
+    incoming.add_stream(b"a", (0, 2), 100.0)
     with pytest.raises(AssertionError, match="before it was offered"):
         incoming.grant(0)
 
 
 def test_links_that_disagree_about_the_first_token_are_in_breach():
     incoming = transfer(offered=False)
-    incoming.add_stream(b"a", (0, 2))
-    incoming.add_stream(b"b", (2, 4))
+    incoming.add_stream(b"a", (0, 2), 100.0)
+    incoming.add_stream(b"b", (2, 4), 100.0)
     incoming.grant(0)
     for stream in incoming.streams.values():
         fill(stream)
@@ -155,9 +155,13 @@ def test_silence_is_found_and_stale_offers_are_forgotten():
     book = IncomingBook()
     book.open(transfer(("old", 0), last_sign=10.0))
     book.open(transfer(("new", 0), last_sign=20.0))
-    book.open(transfer(("not offered", 0), last_sign=1.0, offered=False))
+    book.open(transfer(("not offered", 0), offered=False))
+    half = transfer(("half silent", 0), offered=False)
+    half.add_stream(b"a", (0, 2), 20.0)
+    half.add_stream(b"b", (2, 4), 10.0)
+    book.open(half)
     book.park(("stale", 0), offer(seen_at=10.0))
     book.park(("fresh", 0), offer(seen_at=20.0))
-    assert [entry.key for entry in book.silent_since(15.0)] == [("old", 0)]
+    assert [entry.key for entry in book.silent_since(15.0)] == [("old", 0), ("half silent", 0)]
     assert book.open(transfer(("stale", 0))) == []
     assert book.open(transfer(("fresh", 0))) == [offer(seen_at=20.0)]

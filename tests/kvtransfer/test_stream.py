@@ -12,7 +12,7 @@ KEY, HEADS = ("r", 0), (0, 2)
 
 
 def stream(num_tokens=8, first_token=0, num_layers=2) -> IncomingStream:
-    made = IncomingStream(KEY, b"link", HEADS, num_tokens, num_layers)
+    made = IncomingStream(KEY, b"link", HEADS, num_tokens, num_layers, last_sign=0.0)
     if first_token is not None:
         made.grant(first_token)
     return made
