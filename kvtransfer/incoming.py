@@ -128,7 +128,7 @@ class IncomingBook:
 
     def __init__(self) -> None:
         self._transfers: dict[RequestKey, IncomingTransfer] = {}
-        self._parked: OrderedDict[tuple[RequestKey, PeerId], dict[bytes, ParkedOffer]] = OrderedDict()  # by link
+        self._parked: OrderedDict[tuple[RequestKey, PeerId], dict[HeadRange, ParkedOffer]] = OrderedDict()
         self._ended: OrderedDict[RequestKey, ReceptionOutcome] = OrderedDict()
 
     def __len__(self) -> int:
@@ -152,8 +152,9 @@ class IncomingBook:
         return self._transfers.get(key)
 
     def park(self, key: RequestKey, offer: ParkedOffer) -> list[tuple[RequestKey, ParkedOffer]]:
-        """Keeps an offer until its request comes; if there are too many, the oldest go and are returned."""
-        self._parked.setdefault((key, offer.peer), {})[offer.link] = offer
+        """Keeps an offer until its request comes, one for each range of heads: a worker that dials anew replaces its
+        own. If there are too many, the oldest go and are returned."""
+        self._parked.setdefault((key, offer.peer), {})[offer.heads] = offer
         self._parked.move_to_end((key, offer.peer))
         if len(self._parked) <= MAX_PARKED_OFFERS:
             return []

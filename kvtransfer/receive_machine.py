@@ -125,7 +125,13 @@ class ReceiveMachine:
             return
         for offer in offers:
             if self._book.get(command.key) is transfer:  # not ended by the offer before
-                self._accept(transfer, offer.link, offer.heads, KvOffer(*command.key, offer.num_tokens), now)
+                self._accept_parked(transfer, offer, now)
+
+    def _accept_parked(self, transfer: IncomingTransfer, offer: ParkedOffer, now: float) -> None:
+        try:
+            self._accept(transfer, offer.link, offer.heads, KvOffer(*transfer.key, offer.num_tokens), now)
+        except ProtocolError as error:
+            self._drop_peer(offer.link, str(error), now)
 
     def _grant(self, key: RequestKey, first_token: int) -> None:
         """Lets an offered transfer come; one that has ended meanwhile has said so already."""

@@ -117,13 +117,13 @@ def test_parked_offers_are_bounded_and_the_oldest_goes():
     for number in range(MAX_PARKED_OFFERS):
         assert book.park((str(number), 0), offer()) == []
     book.park(("0", 0), offer(seen_at=101.0))
-    book.park(("1", 0), offer(link=b"other"))
-    book.park(("1", 0), offer(link=b"other", seen_at=101.0))
+    book.park(("1", 0), offer(link=b"other", heads=(4, 5)))
+    book.park(("1", 0), offer(link=b"other", heads=(4, 5), seen_at=101.0))
     book.park(("0", 0), offer(seen_at=101.0))
     for number in range(2, MAX_PARKED_OFFERS):
         book.park((str(number), 0), offer(seen_at=101.0))
     evicted = book.park(("new", 0), offer(seen_at=102.0))
-    assert evicted == [(("1", 0), offer()), (("1", 0), offer(link=b"other", seen_at=101.0))]
+    assert evicted == [(("1", 0), offer()), (("1", 0), offer(link=b"other", heads=(4, 5), seen_at=101.0))]
     assert book.open(transfer(("1", 0))) == []
     assert book.open(transfer(("0", 0))) == [offer(seen_at=101.0)]
 

@@ -18,8 +18,9 @@ from kvtransfer.messages import (
     Refused,
 )
 from kvtransfer.outgoing import TransferOutcome
+from kvtransfer.receive_commands import Expect
 from kvtransfer.send_commands import Abort
-from tests.kvtransfer.fake_pools import TOKEN_BYTES, DecodeSide, content
+from tests.kvtransfer.fake_pools import TOKEN_BYTES, DecodeSide, content, wait_until
 from tests.kvtransfer.machine_world import HEAD_BYTES, MachineWorld, Sender, no_fault
 from tests.kvtransfer.raw_peers import KEY, RawPeer, running
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
@@ -117,6 +118,42 @@ def test_offers_of_all_shards_may_come_before_the_request():
     world.expect(KEY, NUM_TOKENS)
     world.run()
     world.check_arrived(KEY)
+
+
+def test_a_worker_that_dials_anew_before_its_request_comes_has_offered_once():
+    with running(DecodeSide()) as decode:
+        old = ShardPeer(decode, 0)
+        old.send(KvOffer(*KEY, 1))
+        wait_until(lambda: decode.receiver._machine._book._parked)
+        new = RawPeer(decode, link="prefill-7/again", hello=False)
+        new.head = 0
+        new.send(hello((0, 1)))
+        new.hear()
+        other = ShardPeer(decode, 1)
+        for peer in (new, other):
+            peer.send(KvOffer(*KEY, 1))
+        wait_until(lambda: len(decode.receiver._machine._book._parked[KEY, old.peer]) == 2)
+        decode.expect(KEY, old.peer, 1, first_token=1)
+        for peer in (new, other):
+            assert isinstance(peer.hear(), KvGrant)
+            peer.send(KvFirstToken(*KEY, 7))
+        assert [peer.hear() for peer in (new, other)] == [KvDone(*KEY)] * 2
+        assert decode.end_of(KEY).outcome is ReceptionOutcome.ARRIVED
+        for peer in (old, new, other):
+            peer.hangs_up()
+
+
+def test_parked_offers_that_contradict_each_other_cost_the_worker_its_link_and_nobody_the_receiver():
+    world = MachineWorld()
+    machine = world.machine
+    machine.on_message(b"a", hello((0, 1)), None, 0.0)
+    machine.on_message(b"a", KvOffer(*KEY, 4), None, 0.0)
+    machine._peers.forget(b"a")  # fell silent
+    machine.on_message(b"b", hello((0, 2)), None, 0.0)
+    machine.on_message(b"b", KvOffer(*KEY, 4), None, 0.0)
+    machine.apply(Expect(KEY, ("prefill-7", "g7"), 4), 1.0)
+    assert [end.outcome for end in world.ends] == [ReceptionOutcome.FAILED]
+    assert len(machine) == 0
 
 
 # --- ends
