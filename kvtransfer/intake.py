@@ -58,10 +58,9 @@ class FrameIntake:
             self._take_intact(stream, header, body, stream.judge(header))
             stream.settle(header.sent_bytes, num_bytes)
         else:
+            # As good as lost: nothing that its header says is to be believed, so the gap that it leaves has to show.
             self.counts.num_corrupt += 1
-            stream.settle(0, num_bytes)  # nothing that the header says is to be believed
-            if stream.wants_again(header):
-                self._ask_again(stream, [header.layer])
+            stream.settle(0, num_bytes)
         if stream.uncredited_bytes >= self._credit_bytes or stream.has_all_kv:
             self.credit(stream)
 

@@ -120,13 +120,6 @@ class IncomingStream:
             if layer.waiting and layer.resend > num_heard:
                 yield KvResend(*self.key, layer=index, start=layer.next, number=layer.resend)
 
-    def wants_again(self, header: KvHeader) -> bool:
-        """Whether a damaged frame, if its header is to be believed, is one that its layer has to be asked for."""
-        if self.first_token is None or header.layer >= self.num_layers:
-            return False
-        layer = self._layers[header.layer]
-        return header.resend == layer.resend and layer.next < self.num_tokens
-
     @property
     def uncredited_bytes(self) -> int:
         return self.settled_bytes - self.credited_bytes

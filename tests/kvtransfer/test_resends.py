@@ -9,13 +9,14 @@ from kvtransfer.checksum import checksum, is_intact
 from kvtransfer.frames import FrameOptions
 from kvtransfer.incoming import ReceptionOutcome
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import KvCredit, KvFirstToken, KvHeader, KvOffer, KvResend
+from kvtransfer.messages import PROTOCOL_VERSION, KvCredit, KvFirstToken, KvHeader, KvHello, KvOffer, KvResend
 from kvtransfer.outgoing import TransferOutcome
+from kvtransfer.receive_commands import Grant
 from kvtransfer.stream import MAX_RESENDS_IN_VAIN
 from tests.kvtransfer.fake_pools import TOKEN_BYTES, DecodeSide, PrefillSide
-from tests.kvtransfer.machine_world import MachineWorld, Sender, no_fault
+from tests.kvtransfer.machine_world import KEEPALIVE, LEASE, PEER, MachineWorld, Sender, no_fault
 from tests.kvtransfer.raw_peers import KEY, running, token_frame
-from tests.kvtransfer.samples import LAYOUT
+from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
 
 NUM_TOKENS = 24
 WINDOW = 8 * TOKEN_BYTES
@@ -126,6 +127,14 @@ def test_a_lost_frame_is_noticed_and_sent_again(number, window):
     assert world.machine.counts.num_resends >= 1
 
 
+def test_damage_is_healed_at_once_and_waits_for_no_keepalive():
+    """The window is a single token: unless the damaged one is settled and asked for, nothing more would come."""
+    world = transfer(Nth(damage("middle of V"), 1), window=1, first_token=NUM_TOKENS - 2)
+    world.check_arrived(KEY)
+    assert world.machine.counts.num_corrupt == 1
+    assert world.now < KEEPALIVE
+
+
 def test_without_faults_nothing_is_asked_for_again():
     world = transfer(no_fault)
     world.check_arrived(KEY)
@@ -222,6 +231,24 @@ def test_random_faults_both_ways_heal(seed):
     world = transfer(forth, dice.choice([1, WINDOW]), back)
     world.check_arrived(KEY)
     assert world.machine.counts.num_resends >= 1
+
+
+def test_frames_alone_keep_a_reception_alive_and_silence_does_not():
+    world = MachineWorld()
+    machine = world.machine
+    hello = KvHello(PROTOCOL_VERSION, *PEER, FINGERPRINT, LAYOUT)
+    world.expect(KEY, 4)
+    for message in (hello, KvOffer(*KEY, 4)):
+        machine.on_message(b"link", message, None, 0.0)
+    world.pool.allocate(KEY, 4)
+    machine.apply(Grant(KEY, 0), 0.0)
+    for token in range(3):
+        now = (token + 1) * 0.75 * LEASE
+        machine.on_message(b"link", *token_frame(KEY, 0, token), now)
+        machine.sweep(now + 0.1)
+        assert world.ends == []
+    machine.sweep(now + 1.1 * LEASE)
+    assert [end.outcome for end in world.ends] == [ReceptionOutcome.FAILED]
 
 
 # --- too many
