@@ -55,7 +55,7 @@ def transfer(options: FrameOptions, window=4096) -> tuple[KvCache, KvCache, list
     sink = PoolSink(SimpleNamespace(kv_cache=theirs, layout=theirs.layout), find(their_blocks))
     receiver = KvReceiver(listener, (FINGERPRINT, theirs.layout), "g2", sink, ReceiverLimits(window, 30.0), got)
     hello = KvHello(PROTOCOL_VERSION, *PEER, FINGERPRINT, ours.layout)
-    sender = KvSender(hello, PoolSource(SimpleNamespace(kv_cache=ours), find(our_blocks)), sent, 5.0, options)
+    sender = KvSender(hello, PoolSource(SimpleNamespace(kv_cache=ours), find(our_blocks)), sent, 5.0, options=options)
     receiver.start()
     sender.start()
     receiver.expect(KEY, PEER, NUM_TOKENS)

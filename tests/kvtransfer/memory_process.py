@@ -105,7 +105,7 @@ def receive() -> None:
 def send(endpoint: str) -> None:
     events: Mailbox = Mailbox()
     hello = KvHello(PROTOCOL_VERSION, *PEER, FINGERPRINT, LAYOUT)
-    sender = KvSender(hello, Source(), events, 5.0, FrameOptions(with_checksum=True))
+    sender = KvSender(hello, Source(), events, 5.0, options=FrameOptions(with_checksum=True))
     sender.start()
     growth = None
     for key, num_tokens in ((WARM_UP, 256), (LARGE, NUM_TOKENS)):

@@ -239,12 +239,12 @@ def test_frames_alone_keep_a_reception_alive_and_silence_does_not():
     hello = KvHello(PROTOCOL_VERSION, *PEER, FINGERPRINT, LAYOUT)
     world.expect(KEY, 4)
     for message in (hello, KvOffer(*KEY, 4)):
-        machine.on_message(b"link", message, None, 0.0)
+        machine.on_message(b"prefill-0/g1/x", message, None, 0.0)
     world.pool.allocate(KEY, 4)
     machine.apply(Grant(KEY, 0), 0.0)
     for token in range(3):
         now = (token + 1) * 0.75 * LEASE
-        machine.on_message(b"link", *token_frame(KEY, 0, token), now)
+        machine.on_message(b"prefill-0/g1/x", *token_frame(KEY, 0, token), now)
         machine.sweep(now + 0.1)
         assert world.ends == []
     machine.sweep(now + 1.1 * LEASE)

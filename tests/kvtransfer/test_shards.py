@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtransfer.frames import FrameOptions, link_name
+from kvtransfer.frames import FrameOptions
 from kvtransfer.incoming import ReceptionOutcome
 from kvtransfer.layout import KvBody
 from kvtransfer.messages import (
@@ -27,6 +27,7 @@ from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
 
 NUM_TOKENS = 24
 WINDOW = 8 * TOKEN_BYTES
+LINKS = (b"prefill-7/g7/a", b"prefill-7/g7/b")
 
 
 def shards(*faults) -> MachineWorld:
@@ -50,7 +51,7 @@ class ShardPeer(RawPeer):
     """One process of a sharded prefill worker, which says whatever it likes."""
 
     def __init__(self, decode: DecodeSide, head: int) -> None:
-        super().__init__(decode, link=link_name(hello((head, head + 1))), hello=False)
+        super().__init__(decode, link=f"prefill-7/g7/{head}", hello=False)
         self.head = head
         self.send(hello((head, head + 1)))
         self.hear()
@@ -125,7 +126,7 @@ def test_a_worker_that_dials_anew_before_its_request_comes_has_offered_once():
         old = ShardPeer(decode, 0)
         old.send(KvOffer(*KEY, 1))
         wait_until(lambda: decode.receiver._machine._book._parked)
-        new = RawPeer(decode, link="prefill-7/again", hello=False)
+        new = RawPeer(decode, link="prefill-7/g7/again", hello=False)
         new.head = 0
         new.send(hello((0, 1)))
         new.hear()
@@ -146,11 +147,11 @@ def test_a_worker_that_dials_anew_before_its_request_comes_has_offered_once():
 def test_parked_offers_that_contradict_each_other_cost_the_worker_its_link_and_nobody_the_receiver():
     world = MachineWorld()
     machine = world.machine
-    machine.on_message(b"a", hello((0, 1)), None, 0.0)
-    machine.on_message(b"a", KvOffer(*KEY, 4), None, 0.0)
-    machine._peers.forget(b"a")  # fell silent
-    machine.on_message(b"b", hello((0, 2)), None, 0.0)
-    machine.on_message(b"b", KvOffer(*KEY, 4), None, 0.0)
+    machine.on_message(LINKS[0], hello((0, 1)), None, 0.0)
+    machine.on_message(LINKS[0], KvOffer(*KEY, 4), None, 0.0)
+    machine._peers.forget(LINKS[0])  # fell silent
+    machine.on_message(LINKS[1], hello((0, 2)), None, 0.0)
+    machine.on_message(LINKS[1], KvOffer(*KEY, 4), None, 0.0)
     machine.apply(Expect(KEY, ("prefill-7", "g7"), 4), 1.0)
     assert [end.outcome for end in world.ends] == [ReceptionOutcome.FAILED]
     assert len(machine) == 0
@@ -252,7 +253,7 @@ def test_shards_that_disagree_about_the_first_token_are_in_breach():
 def test_links_for_heads_that_are_taken_or_do_not_exist_are_refused(heads, says):
     with running(DecodeSide()) as decode:
         first = ShardPeer(decode, 0)
-        late = RawPeer(decode, link="prefill-7/late", hello=False)
+        late = RawPeer(decode, link="prefill-7/g7/late", hello=False)
         late.send(hello(heads))
         refused = late.hear()
         assert isinstance(refused, Refused)
@@ -269,7 +270,7 @@ def test_a_shard_that_dials_anew_ends_what_it_had_offered_and_a_new_one_does_not
         other = ShardPeer(decode, 1)
         other.send(KvOffer(*KEY, 1))
         assert [isinstance(peer.hear(), KvGrant) for peer in (old, other)] == [True, True]
-        again = RawPeer(decode, link="prefill-7/again", hello=False)
+        again = RawPeer(decode, link="prefill-7/g7/again", hello=False)
         again.send(hello((0, 1)))
         again.hear()
         end = decode.end_of(KEY)
