@@ -40,9 +40,12 @@ class FrameMaker:
         return 2 * token_bytes, max_frame_tokens(token_bytes)
 
     def dtype_for(self, welcome: KvWelcome) -> str | None:
-        """What to pack KV into for the receiver that said `welcome`; None: nothing but the pool's own dtype."""
+        """What to pack KV into for the receiver that said `welcome`; None: it goes in the pool's own dtype, because the
+        receiver takes nothing else or packing would not make it smaller."""
         wanted = self._options.wire_dtype
-        return wanted if wanted in welcome.wire_dtypes else None
+        if wanted is None or wanted not in welcome.wire_dtypes:
+            return None
+        return wanted if self.sizes(wanted)[0] < self.sizes()[0] else None
 
     def header(self, transfer: OutgoingTransfer, piece: Piece, body: KvBody) -> KvHeader:
         """The header of the next frame of `transfer`."""

@@ -406,9 +406,9 @@ class KvHeader(Message, frozen=True):
     """One layer's K and V of tokens [start, stop) and the link's KV heads [head_start, head_stop); two bodies follow,
     each [stop - start, head_stop - head_start, head_dim] of `dtype`, C-contiguous.
 
-    `dtype` is the pools' or, where the receiver's KvWelcome names it, "float8_e4m3fn". Then a body is float32 scales
-    [stop - start, head_stop - head_start], one for each head of each token, and behind them the values, which times
-    their scale are K or V.
+    `dtype` is the pools' or, where the receiver's KvWelcome names it, "float8_e4m3fn+scales". Then a body is float32
+    scales [stop - start, head_stop - head_start], one for each head of each token, and behind them the values, which
+    times their scale are K or V.
 
     `resend`: number of the last KvResend for this layer that was heard, 0 if none. `checksum`: CRC-32 over this message
     without it, then K, then V (`kvtransfer/checksum.py`); a frame without one is taken as it comes.

@@ -11,11 +11,11 @@ from engine.wire_fp8 import dequantise, quantise
 from kernels.reference import ReferenceKernels
 from kvtransfer import receive_machine as machine_module
 from kvtransfer.channel import KvListener
-from kvtransfer.frames import FrameOptions
+from kvtransfer.frames import FrameMaker, FrameOptions
 from kvtransfer.incoming import KvOffered, ReceptionOutcome
 from kvtransfer.layout import FP8
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvHello, KvLayout
+from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvHello, KvLayout, KvWelcome
 from kvtransfer.outgoing import TransferOutcome
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
@@ -102,3 +102,14 @@ def test_a_receiver_that_does_not_take_it_gets_the_pools_own_dtype(monkeypatch):
     ours, theirs, our_blocks, their_blocks, _ = transfer(FrameOptions(wire_dtype=FP8))
     for layer in range(2):
         assert torch.equal(ours.gather(layer, our_blocks, 0, 40)[0], theirs.gather(layer, their_blocks, 0, 40)[0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "expected"),
+    [("bfloat16", 64, FP8), ("float32", 4, FP8), ("bfloat16", 4, None), ("float8_e4m3fn", 64, None)],
+)
+def test_kv_is_packed_only_where_that_makes_it_smaller(dtype, head_dim, expected):
+    layout = KvLayout(2, 3, head_dim, dtype, 16)
+    maker = FrameMaker(KvHello(PROTOCOL_VERSION, *PEER, FINGERPRINT, layout), FrameOptions(wire_dtype=FP8))
+    assert maker.dtype_for(KvWelcome("g2", (FP8,))) == expected
+    assert maker.dtype_for(KvWelcome("g2")) is None

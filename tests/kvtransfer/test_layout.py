@@ -41,7 +41,7 @@ def test_a_float8_pool_has_no_peer_of_another_format():
     theirs = our_identity(FINGERPRINT, float8)
     assert describe_mismatch(OURS, theirs) == "KV dtype: float32 != float8_e4m3fn"
     assert describe_mismatch(theirs, theirs) is None
-    assert token_bytes(float8) == token_bytes(LAYOUT) // 4
+    assert head_bytes(float8, float8.dtype) == head_bytes(LAYOUT, LAYOUT.dtype) // 4
 
 
 def test_all_differences_are_named_together():
