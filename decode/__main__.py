@@ -7,17 +7,20 @@ from functools import partial
 
 from decode.config import DecodeConfig
 from decode.scheduler import DecodeLimits, DecodeScheduler
+from decode.staged_sink import StagedSink
 from decode.worker import DecodeRole, PoolSink
 from engine.assembly import Engine, assemble, introduce, key_name_of, worker_id_of
+from engine.cuda_lane import CudaLane
 from engine.startup import failures_in_one_line
 from kvtransfer.addresses import endpoint
 from kvtransfer.channel import ControlClient, KvListener, endpoint_port
 from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.curve import CurveKeys, load_keys
+from kvtransfer.intake import KvSink
 from kvtransfer.logs import configure_logging
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Role
-from kvtransfer.receive_machine import ReceiverLimits
+from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.settings import parse
 from kvtransfer.signals import exit_on_signals, run_and_leave
@@ -63,7 +66,7 @@ def build(config: DecodeConfig, engine: Engine, listener: KvListener, keys: Curv
         listener=listener,
         identity=(hello.fingerprint, hello.layout),
         generation=hello.generation,
-        sink=PoolSink(engine, scheduler),
+        sink=_sink(engine, scheduler),
         limits=ReceiverLimits(config.kv_window_mib << 20, config.lease_s),
         events=inbox,
     )
@@ -72,6 +75,13 @@ def build(config: DecodeConfig, engine: Engine, listener: KvListener, keys: Curv
     links = GatewayLinks(hello, config.gateway, timing, inbox, config.max_waiting, dial)
     stop_on_signals(inbox)
     return Worker(DecodeRole(engine, scheduler, receiver), links, inbox, config.shutdown_timeout_s)
+
+
+def _sink(engine: Engine, scheduler: DecodeScheduler) -> KvSink:
+    """Where KV goes: on a GPU beside the computation."""
+    if engine.device.type == "cuda":
+        return StagedSink(engine, scheduler, CudaLane(engine.device))
+    return PoolSink(engine, scheduler)
 
 
 if __name__ == "__main__":

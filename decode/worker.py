@@ -19,9 +19,10 @@ from engine.buffers import from_bytes
 from engine.kv_cache import dtype_named
 from engine.request import ScheduledRow
 from engine.role import EngineRole
+from engine.wire_fp8 import dequantise
 from kvtransfer.incoming import KvOffered, ReceptionEnded
-from kvtransfer.layout import KvBody
-from kvtransfer.messages import DecodeRequest, KvHeader, RequestKey, RequestMessage
+from kvtransfer.layout import FP8, KvBody
+from kvtransfer.messages import DecodeRequest, KvHeader, KvTraffic, RequestKey, RequestMessage
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.worker import TransferEvent
 
@@ -41,7 +42,10 @@ class PoolSink:
         job = self._scheduler.find(key)
         assert job is not None, f"{key} was freed while its KV was being written"
         shape = (header.stop - header.start, header.head_stop - header.head_start, self._kv_cache.layout.head_dim)
-        k, v = (from_bytes(part, self._dtype, shape) for part in (body.k, body.v))
+        if header.dtype == FP8:
+            k, v = (dequantise(part, shape, self._dtype) for part in (body.k, body.v))
+        else:
+            k, v = (from_bytes(part, self._dtype, shape) for part in (body.k, body.v))
         self._kv_cache.splice(header.layer, job.block_ids, header.start, header.stop, k, v, header.head_start)
 
     def finish(self, key: RequestKey) -> None:
@@ -90,6 +94,9 @@ class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
                 self._scheduler.reception_ended(event, now)
             case _:
                 raise AssertionError(event)
+
+    def _kv_traffic(self) -> KvTraffic:
+        return self._receiver.traffic
 
     def _compute(self, rows: Sequence[ScheduledRow]) -> list[int | None]:
         return self._engine.runner.step(rows)

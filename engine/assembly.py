@@ -36,6 +36,10 @@ class Engine:
     max_model_len: int
 
     @property
+    def device(self) -> torch.device:
+        return self.kv_cache.device
+
+    @property
     def layout(self) -> KvLayout:
         return self.kv_cache.layout
 

@@ -5,12 +5,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic
 
+import msgspec
+
 from engine.admission import check_spec
 from engine.assembly import Engine
 from engine.errors import RejectedError
 from engine.request import ScheduledRow
 from engine.request_book import Command, Job, RequestBook
-from kvtransfer.messages import Cancel, EndReason, Load, RequestEnd, RequestOutput, RequestSpec
+from kvtransfer.messages import Cancel, EndReason, KvTraffic, Load, RequestEnd, RequestOutput, RequestSpec
 
 
 class EngineRole(abc.ABC, Generic[Job, Command]):
@@ -40,7 +42,7 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
         self._engine.pool.check_integrity(self._book.held_blocks())
 
     def load(self) -> Load:
-        return self._book.load()
+        return msgspec.structs.replace(self._book.load(), kv_traffic=self._kv_traffic())
 
     def cancel(self, gateway: str, message: Cancel, now: float) -> None:
         """The owner no longer wants the request; the word of another gateway doesn't count."""
@@ -76,6 +78,10 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
     def _carry_out_all(self) -> None:
         for command in self._book.take_commands():
             self._carry_out(command)
+
+    @abc.abstractmethod
+    def _kv_traffic(self) -> KvTraffic:
+        """What has become of KV that moved, since the start."""
 
     @abc.abstractmethod
     def _compute(self, rows: Sequence[ScheduledRow]) -> list[int | None]:

@@ -12,12 +12,13 @@ from engine.buffers import from_bytes
 from engine.kv_cache import dtype_named
 from experiments.transfer_load import Load, LoadPool
 from kvtransfer.channel import KvListener
+from kvtransfer.frames import FrameOptions
 from kvtransfer.incoming import KvOffered, ReceptionOutcome
 from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, Fingerprint, KvHeader, KvHello, RequestKey
 from kvtransfer.outgoing import Piece, TransferOutcome
-from kvtransfer.receive_machine import ReceiverLimits
+from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 
@@ -66,13 +67,13 @@ def keys_of(load: Load, number: int) -> list[RequestKey]:
 class KvSendingEnd:
     """Prefill's end: all requests of a round are computed already, so the wire alone is timed."""
 
-    def __init__(self, load: Load, pool: LoadPool, endpoint: str) -> None:
+    def __init__(self, load: Load, pool: LoadPool, endpoint: str, options: FrameOptions) -> None:
         self._load, self._pool = load, pool
         self._target = DecodeTarget(*DECODE, endpoint)
         self._requests: dict[RequestKey, int] = {}
         self._events: Mailbox[Any] = Mailbox()
         hello = KvHello(PROTOCOL_VERSION, *PREFILL, _FINGERPRINT, load.layout)
-        self._sender = KvSender(hello, self, self._events, keepalive=LEASE / 4)
+        self._sender = KvSender(hello, self, self._events, keepalive=LEASE / 4, options=options)
         self._sender.start()
 
     def gather(self, key: RequestKey, piece: Piece) -> KvBody:

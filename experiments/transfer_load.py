@@ -16,7 +16,7 @@ from engine.block_pool import blocks_for
 from engine.buffers import as_bytes
 from engine.kv_cache import KvCache
 from kernels.face import Kernels
-from kvtransfer.layout import token_bytes
+from kvtransfer.layout import head_bytes
 from kvtransfer.messages import KvLayout
 from kvtransfer.outgoing import Piece
 
@@ -35,7 +35,7 @@ class Load:
     @property
     def frame_bytes(self) -> int:
         """Of K or V in one message."""
-        return self.tokens * token_bytes(self.layout)
+        return self.tokens * self.layout.num_kv_heads * head_bytes(self.layout, self.layout.dtype)
 
     @property
     def num_messages(self) -> int:

@@ -8,6 +8,7 @@ from typing import Final
 from experiments.bare_ends import Copies, TcpReceivingEnd, TcpSendingEnd, ZmqReceivingEnd, ZmqSendingEnd
 from experiments.transfer_ends import KvReceivingEnd, KvSendingEnd, ReceivingEnd, SendingEnd
 from experiments.transfer_load import Load, LoadPool
+from kvtransfer.frames import FrameOptions
 
 WINDOW_BYTES: Final = 16 << 20
 """The default of --kv-window-mib."""
@@ -20,11 +21,12 @@ class Side:
 
     transport: str  # "kvsplice", "zmq", "ipc" or "tcp"
     copies: Copies
+    with_checksum: bool = False  # kvsplice's
 
     def sending_end(self, load: Load, pool: LoadPool, endpoint: str) -> SendingEnd:
         match self.transport:
             case "kvsplice":
-                return KvSendingEnd(load, pool, endpoint)
+                return KvSendingEnd(load, pool, endpoint, FrameOptions(self.with_checksum))
             case "tcp":
                 return TcpSendingEnd(load, pool, self.copies, endpoint)
             case _:
@@ -43,6 +45,7 @@ class Side:
 SIDES: Final[Mapping[str, Side]] = MappingProxyType(
     {
         OURS: Side("kvsplice", Copies.BOTH),
+        "kvsplice, checksum": Side("kvsplice", Copies.BOTH, with_checksum=True),
         "zmq, both copies": Side("zmq", Copies.BOTH),
         "zmq, splice": Side("zmq", Copies.SPLICE),
         "zmq, no copy": Side("zmq", Copies.NONE),

@@ -27,7 +27,7 @@ from gateway.cluster import Cluster, Departure
 from gateway.failover import Failover, FailoverSettings
 from gateway.flight import Deadlines, Flight
 from gateway.flights import Flights
-from gateway.observer import Audience, DispatchObserver
+from gateway.observer import Audience, DispatchObserver, KvHandover
 from gateway.placement import Placement
 from gateway.stream import TokenStream
 from gateway.worker import Worker
@@ -37,9 +37,11 @@ from kvtransfer.link_name import worker_of
 from kvtransfer.messages import (
     Cancel,
     DecodeRequest,
+    EndReason,
     GatewayToWorker,
     PrefillRequest,
     Refused,
+    RequestOutput,
     ResetPrefixCache,
     Role,
     SamplingParams,
@@ -231,7 +233,12 @@ class Dispatcher(Backend):
             self._on_worker_change(reaction.joined, "joined", logging.INFO)
         if reaction.worker is not None:
             for output in reaction.outputs:
-                self._flights.on_output(reaction.worker, output)
+                self._on_output(reaction.worker, output)
+
+    def _on_output(self, worker: Worker, output: RequestOutput) -> None:
+        if output.end is not None and output.end.reason is EndReason.HANDED_OVER:
+            self._audience.tell(lambda observer: observer.on_handover(KvHandover.of(output.events)))
+        self._flights.on_output(worker, output)
 
     def _reply(self, sender: str, reply: GatewayToWorker) -> None:
         """On the connection that was spoken on, whoever is live under that worker id."""

@@ -7,6 +7,7 @@ behind.
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -14,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gateway.failover import RetryReason
-from gateway.observer import RequestOutcome
+from gateway.observer import KvHandover, RequestOutcome
 from gateway.worker import Worker
 
 PREFIX: Final = "kvsplice:"
@@ -38,6 +39,17 @@ _PHASES: Final = {
     "delivery_s": "From there to the last token at the gateway.",
 }
 """What `gateway.observer.Phases` are, in order."""
+
+
+_TRAFFIC: Final = {
+    "kv_transfer_bytes": ("num_bytes", "KV bytes: sent, repeats included, by prefill; spliced by decode."),
+    "kv_resent_bytes": ("num_resent_bytes", "KV bytes that prefill was asked for again."),
+    "kv_resends": ("num_resends", "Times decode asked for KV again."),
+    "kv_corrupt_frames": ("num_corrupt", "KV frames on decode whose checksum did not fit."),
+    "kv_stale_frames": ("num_stale", "KV frames on decode behind one that was lost or damaged."),
+    "kv_late_messages": ("num_late", "Messages on decode about KV that nobody waited for any more."),
+}
+"""Fields of a worker's `KvTraffic`, counted since its start."""
 
 
 class Metrics:
@@ -64,6 +76,12 @@ class Metrics:
         )
         for retry_reason in RetryReason:
             self._retries.labels(retry_reason.value)
+        self._kv_transfer = self._histogram(
+            "kv_transfer_seconds", "First KV frame on its way to decode's word that it has everything.", _ANY_S
+        )
+        self._kv_exposed = self._histogram(
+            "kv_transfer_exposed_seconds", "All KV computed to decode's word that it has everything.", _ANY_S
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests with a first token.")
         self.generation_tokens = self._counter("generation_tokens", "Output tokens.")
         self.requests = self._counter("request_success", "Ended requests by reason.", ("finished_reason",))
@@ -108,6 +126,13 @@ class Metrics:
         """A request that had lost an attempt has got another one."""
         self._retries.labels(reason.value).inc()
 
+    def on_handover(self, handover: KvHandover) -> None:
+        """How long a hand-over took, and how much of that could not be hidden."""
+        if handover.transfer_s is not None:
+            self._kv_transfer.observe(handover.transfer_s)
+        if handover.exposed_s is not None:
+            self._kv_exposed.observe(handover.exposed_s)
+
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)
 
@@ -133,6 +158,8 @@ class WorkerCollector(Collector):
         yield _gauge("kv_waste_perc", "Part of used blocks that holds no token.", workers, lambda w: w.load.kv_waste)
         for name, text, value in _WORKER_COUNTS:
             yield _count(name, text, workers, value)
+        for name, (field, text) in _TRAFFIC.items():
+            yield _count(name, text, workers, partial(_traffic, field=field))
 
 
 _WORKER_COUNTS: Final[tuple[tuple[str, str, Callable[[Worker], int]], ...]] = (
@@ -219,3 +246,8 @@ def _count(name: str, text: str, workers: Sequence[Worker], value: Callable[[Wor
     for worker in workers:
         family.add_metric((worker.role.value, worker.worker_id), value(worker))
     return family
+
+
+def _traffic(worker: Worker, field: str) -> int:
+    count: int = getattr(worker.load.kv_traffic, field)
+    return count

@@ -97,6 +97,30 @@ class RequestOutcome:
     handoff_gap_s: float | None = None
 
 
+@dataclass(frozen=True)
+class KvHandover:
+    """How long the KV of one attempt took from prefill to decode, seconds; None where a reading is missing.
+
+    Both are between readings of one clock, prefill's: from the first frame that went out to decode's word that it has
+    everything, and to the same word from the moment when all KV was computed. The second one is what the transfer added
+    to the request; the rest of it was hidden behind the computation.
+    """
+
+    transfer_s: float | None
+    exposed_s: float | None
+
+    @classmethod
+    def of(cls, prefill: Readings) -> "KvHandover":
+        started, ready, taken = (prefill.get(event) for event in _KV_EVENTS)
+        return cls(
+            None if started is None or taken is None else max(0.0, taken - started),
+            None if ready is None or taken is None else max(0.0, taken - ready),
+        )
+
+
+_KV_EVENTS: Final = (LifetimeEvent.KV_STARTED, LifetimeEvent.KV_READY, LifetimeEvent.KV_TAKEN)
+
+
 class DispatchObserver(Protocol):
     """Called from the event loop; must not block. What it raises is logged and goes no further."""
 
@@ -106,6 +130,10 @@ class DispatchObserver(Protocol):
 
     def on_retry(self, reason: RetryReason) -> None:
         """A request that had lost an attempt has got another one."""
+        ...
+
+    def on_handover(self, handover: KvHandover) -> None:
+        """Decode has taken the KV of an attempt over, whose request may be over by now."""
         ...
 
 

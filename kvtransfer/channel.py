@@ -50,8 +50,9 @@ logger = logging.getLogger(__name__)
 
 CONTROL_HWM = 4096
 """Messages queued to one peer before a send fails. A step sends one message a gateway: minutes of silence."""
-KV_HWM = 256
-"""Messages, not bytes: the bound in bytes is the grant's window."""
+KV_HWM = 128
+"""Messages, not bytes. The bound in bytes is each grant's window; this one holds where many transfers share a link, and
+lets decode ask for all layers of a transfer at once."""
 CONTROL_BOUNDS = Bounds(CONTROL_HWM, MAX_CONTROL_BYTES)
 KV_BOUNDS = Bounds(KV_HWM, MAX_BODY_BYTES)
 

@@ -1,9 +1,14 @@
 """What decode has received of the KV that it expects: one record a transfer. No socket, tensor or clock.
 
-The tokens of one layer in one transfer; a link keeps the order, so anything but the next token is a breach:
+A prefill worker may come with several links, one for each shard of its tensor parallelism; a link brings the same range
+of KV heads in all transfers, and no two links of a worker share one. What has come on a link is `IncomingStream`'s:
 
-    |<- in our pool before -->|<-- spliced -->|<- next frame ->|
-    0                    first_token       next[l]          num_tokens
+              tokens first_token ................ num_tokens
+    heads 0   |  link A: layers 0, 1, ...                  |
+          :   |                                            |
+          h   |  link B: layers 0, 1, ...                  |
+          :   |                                            |
+    num_heads
 """
 
 from collections import OrderedDict
@@ -12,10 +17,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtransfer.errors import ProtocolError
-from kvtransfer.messages import KvHeader, RequestKey
+from kvtransfer.messages import RequestKey
+from kvtransfer.stream import IncomingStream
 
 PeerId = tuple[str, str]
 """(worker_id, generation) of a prefill worker."""
+HeadRange = tuple[int, int]
+"""KV heads [start, stop)."""
 
 MAX_PARKED_OFFERS = 4096
 MAX_REMEMBERED = 1024
@@ -50,55 +58,57 @@ class ReceptionEnded:
 
 @dataclass
 class IncomingTransfer:
-    """One reception's books: expected, offered (`link`), granted (`first_token`). `last_sign` is the last time the peer
-    spoke of it, seconds."""
+    """One reception's books: expected, offered by a stream for each of the peer's links, granted (`first_token`)."""
 
     key: RequestKey
     peer: PeerId
     num_tokens: int
     num_layers: int
-    last_sign: float
-    link: bytes | None = None  # None: not offered yet
+    num_heads: int
     first_token: int | None = None  # None: not granted yet
-    spliced_bytes: int = 0
-    credited_bytes: int = 0
-    first_token_id: int | None = None
-    _next: list[int] = field(default_factory=list)
-    _missing: int = 0  # tokens, over all layers; counts once granted
+    streams: dict[bytes, IncomingStream] = field(default_factory=dict)
+
+    def add_stream(self, link: bytes, heads: HeadRange, now: float) -> None:
+        """KV heads [heads[0], heads[1]) are offered on `link`. Raises ProtocolError if another link has one of them."""
+        if self.first_token is not None or self.has_stream_for(heads):
+            raise ProtocolError(f"KV heads {heads} of {self.key} are offered on another link already")
+        self.streams[link] = IncomingStream(self.key, link, heads, self.num_tokens, self.num_layers, now)
+
+    def has_stream_for(self, heads: HeadRange) -> bool:
+        """Whether one of `heads` has been offered."""
+        return any(overlap(heads, stream.heads) for stream in self.streams.values())
+
+    @property
+    def is_offered(self) -> bool:
+        """All KV heads are offered. No two streams share one, so it is enough to count them."""
+        return sum(stop - start for start, stop in (stream.heads for stream in self.streams.values())) == self.num_heads
 
     def grant(self, first_token: int) -> None:
         """Blocks are reserved, and the tokens before `first_token` are in the pool."""
-        assert self.link is not None, f"{self.key} was granted before it was offered"
-        assert self.first_token is None, f"{self.key} was granted twice"
-        assert 0 <= first_token <= self.num_tokens, (first_token, self.num_tokens)
+        assert self.is_offered, f"{self.key} was granted before it was offered"
         self.first_token = first_token
-        self._next = [first_token] * self.num_layers
-        self._missing = (self.num_tokens - first_token) * self.num_layers
-
-    def check(self, header: KvHeader) -> None:
-        """Raises ProtocolError unless `header` is what must come next for its layer."""
-        if self.first_token is None:
-            raise ProtocolError("KV came before its grant")
-        expected = self._next[header.layer]
-        if header.start != expected or header.stop > self.num_tokens:
-            raise ProtocolError(
-                f"layer {header.layer}: tokens [{header.start}, {header.stop}), expected from {expected}"
-                f" up to {self.num_tokens}"
-            )
-
-    def spliced(self, header: KvHeader, num_bytes: int) -> None:
-        """The tokens of `header`, `num_bytes` of K and V, are in the pool."""
-        self._next[header.layer] = header.stop
-        self._missing -= header.stop - header.start
-        self.spliced_bytes += num_bytes
+        for stream in self.streams.values():
+            stream.grant(first_token)
 
     @property
-    def uncredited_bytes(self) -> int:
-        return self.spliced_bytes - self.credited_bytes
+    def has_arrived(self) -> bool:
+        """All KV heads of all tokens of all layers are in the pool, and each stream has said the first token."""
+        return self.is_offered and all(
+            stream.has_all_kv and stream.first_token_id is not None for stream in self.streams.values()
+        )
 
     @property
-    def has_all_kv(self) -> bool:
-        return self.first_token is not None and self._missing == 0
+    def first_token_id(self) -> int:
+        """The first token, once it has arrived. Raises ProtocolError if streams disagree about it."""
+        said = {stream.first_token_id for stream in self.streams.values()}
+        token_id = said.pop()
+        if said or token_id is None:
+            raise ProtocolError(f"links of {self.peer[0]} disagree about the first token of {self.key}")
+        return token_id
+
+
+def overlap(some: HeadRange, others: HeadRange) -> bool:
+    return some[0] < others[1] and others[0] < some[1]
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,7 @@ class ParkedOffer:
 
     peer: PeerId
     link: bytes
+    heads: HeadRange
     num_tokens: int
     seen_at: float
     abort_reason: str | None = None
@@ -117,7 +128,7 @@ class IncomingBook:
 
     def __init__(self) -> None:
         self._transfers: dict[RequestKey, IncomingTransfer] = {}
-        self._parked: OrderedDict[tuple[RequestKey, PeerId], ParkedOffer] = OrderedDict()
+        self._parked: OrderedDict[tuple[RequestKey, PeerId], dict[HeadRange, ParkedOffer]] = OrderedDict()
         self._ended: OrderedDict[RequestKey, ReceptionOutcome] = OrderedDict()
 
     def __len__(self) -> int:
@@ -126,11 +137,11 @@ class IncomingBook:
     def __iter__(self) -> Iterator[IncomingTransfer]:
         return iter(list(self._transfers.values()))
 
-    def open(self, transfer: IncomingTransfer) -> ParkedOffer | None:
-        """Adds a reception; returns the offer that has come for it already, if any."""
+    def open(self, transfer: IncomingTransfer) -> list[ParkedOffer]:
+        """Adds a reception; returns the offers that have come for it already."""
         assert transfer.key not in self._transfers, transfer.key
         self._transfers[transfer.key] = transfer
-        return self._parked.pop((transfer.key, transfer.peer), None)
+        return list(self._parked.pop((transfer.key, transfer.peer), {}).values())
 
     def find(self, key: RequestKey, peer: PeerId) -> IncomingTransfer | None:
         """The open reception `key` if it is `peer`'s to fill."""
@@ -140,14 +151,15 @@ class IncomingBook:
     def get(self, key: RequestKey) -> IncomingTransfer | None:
         return self._transfers.get(key)
 
-    def park(self, key: RequestKey, offer: ParkedOffer) -> tuple[RequestKey, ParkedOffer] | None:
-        """Keeps an offer until its request comes; if there are too many, the oldest one goes and is returned."""
-        self._parked[key, offer.peer] = offer
+    def park(self, key: RequestKey, offer: ParkedOffer) -> list[tuple[RequestKey, ParkedOffer]]:
+        """Keeps an offer until its request comes, one for each range of heads: a worker that dials anew replaces its
+        own. If there are too many, the oldest go and are returned."""
+        self._parked.setdefault((key, offer.peer), {})[offer.heads] = offer
         self._parked.move_to_end((key, offer.peer))
         if len(self._parked) <= MAX_PARKED_OFFERS:
-            return None
+            return []
         (evicted_key, _), evicted = self._parked.popitem(last=False)
-        return evicted_key, evicted
+        return [(evicted_key, offer) for offer in evicted.values()]
 
     def ended(self, key: RequestKey) -> ReceptionOutcome | None:
         """How `key` ended, if it did so lately."""
@@ -163,11 +175,12 @@ class IncomingBook:
         return transfer
 
     def silent_since(self, moment: float) -> list[IncomingTransfer]:
-        """Offered receptions whose peer has not been heard of since `moment`; stale parked offers are forgotten."""
-        for name in [name for name, offer in self._parked.items() if offer.seen_at < moment]:
-            del self._parked[name]
+        """Receptions of which one link has said nothing since `moment`; stale parked offers are forgotten."""
+        for name, offers in list(self._parked.items()):
+            if all(offer.seen_at < moment for offer in offers.values()):
+                del self._parked[name]
         return [
             transfer
             for transfer in self._transfers.values()
-            if transfer.link is not None and transfer.last_sign < moment
+            if any(stream.last_sign < moment for stream in transfer.streams.values())
         ]

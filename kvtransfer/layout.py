@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from kvtransfer.errors import ProtocolError
 from kvtransfer.messages import MAX_BODY_BYTES, PROTOCOL_VERSION, Fingerprint, KvHeader, KvLayout, Part
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+FP8: Final = "float8_e4m3fn+scales"
+"""What KV may be packed into for the wire, whatever pools hold: unlike a float8 pool's numbers it brings its scales."""
+_SCALE_BYTES: Final = 4
 _MAY_DIFFER = frozenset({"block_size"})
 """Layout fields in which peers may differ: the wire speaks tokens, pools speak blocks."""
 _MAX_VALUE_CHARS = 80
@@ -47,21 +51,16 @@ def _shown(value: object) -> str:
     return str(value)[:_MAX_VALUE_CHARS]
 
 
-def head_bytes(layout: KvLayout) -> int:
-    """Bytes of K (or V) for one token and one KV head in one layer."""
-    return layout.head_dim * _DTYPE_BYTES[layout.dtype]
+def head_bytes(layout: KvLayout, dtype: str) -> int:
+    """Bytes of K (or V) for one token and one KV head in one layer, as a frame of `dtype` brings it."""
+    return layout.head_dim + _SCALE_BYTES if dtype == FP8 else layout.head_dim * _DTYPE_BYTES[dtype]
 
 
-def token_bytes(layout: KvLayout) -> int:
-    """Bytes of K (or V) for one token and all KV heads in one layer."""
-    return layout.num_kv_heads * head_bytes(layout)
-
-
-def max_frame_tokens(layout: KvLayout, max_bytes: int = MAX_BODY_BYTES) -> int:
-    """Tokens whose K (or V) fits one frame. Raises ProtocolError if not even one does."""
-    tokens = max_bytes // token_bytes(layout)
+def max_frame_tokens(token_bytes: int, max_bytes: int = MAX_BODY_BYTES) -> int:
+    """Tokens that fit one frame of K (or V), if one takes `token_bytes`. Raises ProtocolError if not even one does."""
+    tokens = max_bytes // token_bytes
     if tokens < 1:
-        raise ProtocolError(f"one token takes {token_bytes(layout)} bytes a layer, a frame holds {max_bytes}")
+        raise ProtocolError(f"one token takes {token_bytes} bytes a layer, a frame holds {max_bytes}")
     return tokens
 
 
@@ -69,13 +68,14 @@ def check_header(header: KvHeader, k_bytes: int, v_bytes: int, layout: KvLayout)
     """Raises ProtocolError unless the header is within `layout` and the bodies are as long as it says."""
     if header.layer >= layout.num_layers:
         raise ProtocolError(f"layer {header.layer} of {layout.num_layers}")
-    if header.dtype != layout.dtype:
+    if header.dtype not in (layout.dtype, FP8):
         raise ProtocolError(f"KV of dtype {header.dtype}, this pool holds {layout.dtype}")
     if not header.start < header.stop:
         raise ProtocolError(f"empty token range [{header.start}, {header.stop})")
     if not header.head_start < header.head_stop <= layout.num_kv_heads:
         raise ProtocolError(f"KV heads [{header.head_start}, {header.head_stop}) of {layout.num_kv_heads}")
-    expected = (header.stop - header.start) * (header.head_stop - header.head_start) * head_bytes(layout)
+    expected = (header.stop - header.start) * (header.head_stop - header.head_start)
+    expected *= head_bytes(layout, header.dtype)
     if not k_bytes == v_bytes == expected <= MAX_BODY_BYTES:
         raise ProtocolError(f"bodies of {k_bytes} and {v_bytes} bytes, the header makes it {expected}")
 

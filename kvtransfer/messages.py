@@ -7,7 +7,7 @@ values out of range are refused while decoding, so what a handler receives is al
     gateway -> worker    Welcome, Refused, Reintroduce, GatewayBeat, PrefillRequest, DecodeRequest, Cancel,
                          ResetPrefixCache
     prefill -> decode    KvHello, KvOffer, KvHeader (+ K frame + V frame), KvFirstToken, KvAbort
-    decode  -> prefill   KvWelcome, Refused, KvGrant, KvCredit, KvDone, KvRevoke
+    decode  -> prefill   KvWelcome, Refused, KvGrant, KvCredit, KvResend, KvDone, KvRevoke
 
 Every hand-over is named by (request_id, attempt); whatever names an attempt that is over is dropped.
 
@@ -15,6 +15,11 @@ A link that is cut and comes back may have lost messages without a word. So from
 numbered 1, 2, ... in each direction (StepOutput; PrefillRequest, DecodeRequest, Cancel and ResetPrefixCache together),
 and the beats name the last number sent. Whoever misses a number gives the link up, and it begins anew with the next
 Hello and its Welcome.
+
+KV frames that are lost or damaged are sent again. Messages of a transfer say how many KV bytes it had sent before them
+(`sent_bytes`, repeats included): as a link keeps the order, what has not arrived by then never will. A layer of which a
+frame is missing is asked for again from its next token on (KvResend, numbered 1, 2, ... in a transfer), and its frames
+name the last such number that was heard for it: so those sent before are told from those sent after.
 """
 
 from collections.abc import Sequence
@@ -25,7 +30,7 @@ import msgspec
 
 from kvtransfer.errors import MessageError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_CONTROL_BYTES = 16 << 20
 """Upper bound of a control frame, bytes. A prompt of a million token ids takes about 5 MB."""
@@ -36,6 +41,7 @@ MAX_TOKEN_ID = (1 << 31) - 1
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_TEXT_CHARS = 2048
+MAX_WIRE_DTYPES = 8
 MAX_ERROR_CHARS = 256
 """Upper bound of what a `MessageError` says: it may quote the sender, and it goes into a log."""
 
@@ -83,12 +89,16 @@ class LifetimeEvent(Enum):
     """The named clock readings of a request, in order. Workers report seconds since RECEIVED on their own clock.
 
     prefill:  RECEIVED --- SCHEDULED --- FIRST_TOKEN --- ENDED
+                        KV_STARTED --- KV_READY --- KV_TAKEN        (KV_STARTED comes after KV_READY if decode is late)
     decode:   RECEIVED --- OFFERED --- RESERVED --- FIRST_FRAME --- SPLICED --- RUNNING --- ENDED
     """
 
     RECEIVED = "received"
     SCHEDULED = "scheduled"  # prefill: first chunk goes into a batch
     FIRST_TOKEN = "first_token"  # prefill: the first token is sampled
+    KV_STARTED = "kv_started"  # prefill: the first KV frame goes out
+    KV_READY = "kv_ready"  # prefill: the KV of all layers and tokens is computed
+    KV_TAKEN = "kv_taken"  # prefill: decode has said that it has all of the KV and the first token
     OFFERED = "offered"  # decode: prefill holds blocks for it and has offered its KV
     RESERVED = "reserved"  # decode: blocks are reserved and the grant is out
     FIRST_FRAME = "first_frame"  # decode: the first KV frame has arrived
@@ -143,6 +153,18 @@ class Limits(Part, frozen=True):
     kv_tokens: Positive
 
 
+class KvTraffic(Part, frozen=True):
+    """What has become of KV since the worker's start. Prefill: `num_bytes` were sent, `num_resent_bytes` of them asked
+    for again. Decode: `num_bytes` were spliced, and counts of frames that were not, and of KvResends."""
+
+    num_bytes: Count = 0
+    num_resent_bytes: Count = 0
+    num_late: Count = 0  # for a transfer that is over, or from strangers
+    num_stale: Count = 0  # behind one that was lost or damaged
+    num_corrupt: Count = 0  # the checksum did not fit
+    num_resends: Count = 0
+
+
 class Load(Part, frozen=True):
     """A snapshot for routing and metrics; counters run from the worker's start.
 
@@ -160,6 +182,7 @@ class Load(Part, frozen=True):
     prefix_queries: Count = 0
     prefix_hits: Count = 0
     prefix_evictions: Count = 0
+    kv_traffic: KvTraffic = KvTraffic()
 
 
 # --- a request -------------------------------------------------------------------------------------
@@ -360,27 +383,44 @@ class Cancel(Message, frozen=True):
 
 
 class KvHello(Message, frozen=True):
-    """First message on a KV connection."""
+    """First message on a KV connection. It brings the KV heads [head_start, head_stop) of all transfers.
+
+    A worker whose tensor parallelism spreads the KV heads over several processes has a connection for each of these;
+    their head ranges must not overlap. A transfer is granted once all heads of `layout` are offered, and is complete
+    when on each connection all tokens of all layers, and then the first token, have come.
+    """
 
     protocol: Positive
     worker_id: Name
     generation: Name
     fingerprint: Fingerprint
     layout: KvLayout
+    head_start: Count = 0
+    head_stop: Positive | None = None  # None: the last one of `layout`
 
 
 class KvOffer(Message, frozen=True):
     """KV of `num_tokens` tokens, those of the prompt and of the output so far, will come for (request, attempt), once
-    granted."""
+    granted. Repeated while the transfer is open. `num_resends`: number of the last KvResend that was heard."""
 
     request_id: Name
     attempt: Attempt
     num_tokens: Positive
+    sent_bytes: Count = 0
+    num_resends: Count = 0
 
 
 class KvHeader(Message, frozen=True):
-    """One layer's K and V of tokens [start, stop) and KV heads [head_start, head_stop); two body frames follow,
-    each [stop - start, head_stop - head_start, head_dim] of `dtype`, C-contiguous."""
+    """One layer's K and V of tokens [start, stop) and the link's KV heads [head_start, head_stop); two bodies follow,
+    each [stop - start, head_stop - head_start, head_dim] of `dtype`, C-contiguous.
+
+    `dtype` is the pools' or, where the receiver's KvWelcome names it, "float8_e4m3fn+scales". Then a body is float32
+    scales [stop - start, head_stop - head_start], one for each head of each token, and behind them the values, which
+    times their scale are K or V.
+
+    `resend`: number of the last KvResend for this layer that was heard, 0 if none. `checksum`: CRC-32 over this message
+    without it, then K, then V (`kvtransfer/checksum.py`); a frame without one is taken as it comes.
+    """
 
     request_id: Name
     attempt: Attempt
@@ -390,14 +430,20 @@ class KvHeader(Message, frozen=True):
     head_start: Count
     head_stop: Count
     dtype: Text
+    sent_bytes: Count = 0
+    resend: Count = 0
+    checksum: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)] | None = None
 
 
 class KvFirstToken(Message, frozen=True):
-    """Behind the last KV frame: the token that prefill sampled."""
+    """Behind the last KV frame: the token that prefill sampled. Said again after each resend, and when the grant is
+    repeated. `num_resends` as in KvOffer."""
 
     request_id: Name
     attempt: Attempt
     token_id: TokenId
+    sent_bytes: Count = 0
+    num_resends: Count = 0
 
 
 class KvAbort(Message, frozen=True):
@@ -412,9 +458,11 @@ class KvAbort(Message, frozen=True):
 
 
 class KvWelcome(Message, frozen=True):
-    """The decode worker accepts this peer's KV. `generation` is the decode worker's."""
+    """The decode worker accepts this peer's KV. `generation` is the decode worker's. `wire_dtypes`: what frames may be
+    in beside the pools' own dtype."""
 
     generation: Name
+    wire_dtypes: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_WIRE_DTYPES)] = ()
 
 
 class KvGrant(Message, frozen=True):
@@ -427,11 +475,21 @@ class KvGrant(Message, frozen=True):
 
 
 class KvCredit(Message, frozen=True):
-    """Body bytes spliced so far for (request, attempt), counted from the start."""
+    """KV bytes of (request, attempt) that are no longer on their way, from the start: spliced, dropped, or lost."""
 
     request_id: Name
     attempt: Attempt
-    spliced_bytes: Count
+    settled_bytes: Count
+
+
+class KvResend(Message, frozen=True):
+    """KV of `layer` is missing from token `start` on: send it again. `number` counts these in a transfer."""
+
+    request_id: Name
+    attempt: Attempt
+    layer: Count
+    start: Count
+    number: Positive
 
 
 class KvDone(Message, frozen=True):
@@ -454,7 +512,7 @@ RequestMessage = PrefillRequest | DecodeRequest | Cancel | ResetPrefixCache
 """What a gateway numbers."""
 GatewayToWorker = Welcome | Refused | Reintroduce | GatewayBeat | RequestMessage
 PrefillToDecode = KvHello | KvOffer | KvHeader | KvFirstToken | KvAbort
-DecodeToPrefill = KvWelcome | Refused | KvGrant | KvCredit | KvDone | KvRevoke
+DecodeToPrefill = KvWelcome | Refused | KvGrant | KvCredit | KvResend | KvDone | KvRevoke
 
 
 _Incoming = TypeVar("_Incoming")

@@ -5,8 +5,9 @@ The tokens of one layer in one transfer:
     |<- decode has -->|<---- shipped ---->|<-- shippable -->|<- not computed yet ->|
     0            first_token          shipped[l]         ready[l]             num_tokens
 
-Bytes in flight (shipped, not credited) never exceed the grant's window, except that one token may always be in
-flight: a window smaller than a token would stall the transfer.
+Bytes in flight (sent, not credited) never exceed the grant's window, except that one token may always be in flight: a
+window smaller than a token would stall the transfer. A layer that the receiver asks for again goes back to the token
+that it names; what was sent behind that token stays in flight until it is credited, arrived or lost.
 """
 
 import heapq
@@ -29,20 +30,37 @@ class TransferOutcome(Enum):
 
 
 @dataclass(frozen=True)
+class TransferTimes:
+    """Moments of a transfer that is done, seconds, monotonic: all KV was computed, the first frame went out (None:
+    nothing had to be sent), the receiver said that it has everything.
+
+    All three are readings of one clock, taken by the sender's thread: from `ready_at` to `taken_at` is what the
+    transfer adds to the request, the way of the receiver's last word included. Two hosts' clocks are never compared.
+    """
+
+    ready_at: float
+    started_at: float | None
+    taken_at: float
+
+
+@dataclass(frozen=True)
 class TransferEnded:
-    """The sender will not touch the request's blocks again."""
+    """The sender will not touch the request's blocks again. `times` may be set if the outcome is DONE."""
 
     key: RequestKey
     outcome: TransferOutcome
     reason: str = ""
+    times: TransferTimes | None = None
 
 
 class Piece(NamedTuple):
-    """Tokens [start, stop) of one layer: what goes into one message. One a message is made, so it has to be cheap."""
+    """Tokens [start, stop) of one layer: what goes into one message, in `dtype` (None: the pool's own). One a message
+    is made, so it has to be cheap."""
 
     layer: int
     start: int
     stop: int
+    dtype: str | None = None
 
 
 @dataclass
@@ -54,24 +72,37 @@ class OutgoingTransfer:
     num_layers: int
     piece_bytes_per_token: int  # K and V together, one layer
     max_piece_tokens: int
+    wire_dtype: str | None = None  # None: the pool's own
     offered: bool = False
     first_token: int | None = None  # None: not granted
     window_bytes: int = 0
     sent_bytes: int = 0
     credited_bytes: int = 0
+    num_resends: int = 0  # number of the last KvResend that was heard
     first_token_id: int | None = None
     first_token_sent: bool = False
+    ready_at: float | None = None  # seconds, monotonic, as below
+    started_at: float | None = None
     _ready: list[int] = field(default_factory=list)
     _shipped: list[int] = field(default_factory=list)
     # Heap of (shipped, layer): every layer with something to ship, and entries that later shipments have outdated.
     _waiting: list[tuple[int, int]] = field(default_factory=list)
+    _resends: list[int] = field(default_factory=list)  # for each layer, number of the last KvResend that was heard
 
     def __post_init__(self) -> None:
         self._ready = [0] * self.num_layers
         self._shipped = [0] * self.num_layers
+        self._resends = [0] * self.num_layers
+
+    def pack(self, wire_dtype: str, piece_bytes_per_token: int, max_piece_tokens: int) -> None:
+        """The receiver takes KV in another dtype than the pool's: so it goes out, unless it is granted already."""
+        if self.first_token is None:
+            self.wire_dtype = wire_dtype
+            self.piece_bytes_per_token, self.max_piece_tokens = piece_bytes_per_token, max_piece_tokens
 
     def grant(self, first_token: int, window_bytes: int) -> None:
-        """The receiver has room from `first_token` on. A repeated grant changes nothing."""
+        """The receiver has room from `first_token` on. A repeated grant answers a repeated offer: the receiver does
+        not have everything yet, so the first token may have been lost."""
         if first_token > self.num_tokens:
             raise ProtocolError(f"grant from token {first_token} of {self.num_tokens}")
         if self.first_token is None:
@@ -80,12 +111,34 @@ class OutgoingTransfer:
             self._waiting = [
                 (first_token, layer) for layer in range(self.num_layers) if self._ready[layer] > first_token
             ]
+        self.first_token_sent = False
 
-    def credit(self, spliced_bytes: int) -> None:
-        """The receiver has spliced so many bytes in all. Credits may be repeated or late, never ahead."""
-        if spliced_bytes > self.sent_bytes:
-            raise ProtocolError(f"credit for {spliced_bytes} bytes, {self.sent_bytes} sent")
-        self.credited_bytes = max(self.credited_bytes, spliced_bytes)
+    def credit(self, settled_bytes: int) -> None:
+        """So many bytes in all are no longer on their way. Credits may be repeated or late, never ahead."""
+        if settled_bytes > self.sent_bytes:
+            raise ProtocolError(f"credit for {settled_bytes} bytes, {self.sent_bytes} sent")
+        self.credited_bytes = max(self.credited_bytes, settled_bytes)
+
+    def resend(self, layer: int, start: int, number: int) -> int:
+        """The receiver misses `layer` from token `start` on: the bytes that will go out again. Repeated or overtaken
+        words change nothing."""
+        if self.first_token is None or layer >= self.num_layers:
+            raise ProtocolError(f"resend of layer {layer} of {self.num_layers}, granted from {self.first_token}")
+        if number <= self._resends[layer]:
+            return 0
+        if not self.first_token <= start <= self._shipped[layer]:
+            raise ProtocolError(f"resend of layer {layer} from token {start}, {self._shipped[layer]} were sent")
+        num_bytes = (self._shipped[layer] - start) * self.piece_bytes_per_token
+        self._shipped[layer], self._resends[layer] = start, number
+        self.num_resends = max(self.num_resends, number)
+        self.first_token_sent = False
+        if self._is_waiting(layer):
+            heapq.heappush(self._waiting, (start, layer))
+        return num_bytes
+
+    def resend_of(self, layer: int) -> int:
+        """Number of the last KvResend that was heard for `layer`, 0 if none."""
+        return self._resends[layer]
 
     def mark_ready(self, layer: int, stop: int) -> None:
         """KV of tokens [0, stop) of `layer` is in the pool."""
@@ -97,6 +150,15 @@ class OutgoingTransfer:
 
     def _is_waiting(self, layer: int) -> bool:
         return self._shipped[layer] < self._ready[layer]
+
+    @property
+    def is_computed(self) -> bool:
+        """All KV is in the pool; layers are computed in order, so the last one tells."""
+        return self._ready[-1] == self.num_tokens
+
+    def times(self, taken_at: float) -> TransferTimes | None:
+        """The moments of a transfer that the receiver says it has all of; None if it says so too soon."""
+        return None if self.ready_at is None else TransferTimes(self.ready_at, self.started_at, taken_at)
 
     @property
     def in_flight_bytes(self) -> int:
@@ -112,7 +174,7 @@ class OutgoingTransfer:
         if layer is None or allowed == 0:
             return None
         start = self._shipped[layer]
-        return Piece(layer, start, min(self._ready[layer], start + allowed))
+        return Piece(layer, start, min(self._ready[layer], start + allowed), self.wire_dtype)
 
     def _longest_waiting_layer(self) -> int | None:
         """None before the grant too: until then nothing is in the heap."""

@@ -5,13 +5,13 @@ A prefill worker hangs up a link that it has not used for a lease, so one that w
 """
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from kvtransfer.complaints import Complaints
-from kvtransfer.errors import MessageError, ProtocolError
+from kvtransfer.errors import LossError, MessageError, ProtocolError
 from kvtransfer.incoming import (
+    HeadRange,
     IncomingBook,
     IncomingTransfer,
     KvOffered,
@@ -20,13 +20,13 @@ from kvtransfer.incoming import (
     ReceptionEnded,
     ReceptionOutcome,
 )
-from kvtransfer.layout import KvBody, check_header
+from kvtransfer.intake import FrameIntake, IntakeCounts, KvSink
+from kvtransfer.layout import FP8, KvBody
 from kvtransfer.messages import (
     MAX_TEXT_CHARS,
     DecodeToPrefill,
     Fingerprint,
     KvAbort,
-    KvCredit,
     KvDone,
     KvFirstToken,
     KvGrant,
@@ -35,65 +35,21 @@ from kvtransfer.messages import (
     KvLayout,
     KvOffer,
     KvRevoke,
+    KvTraffic,
     KvWelcome,
     PrefillToDecode,
     Refused,
     RequestKey,
 )
 from kvtransfer.peers import PeerBook
+from kvtransfer.receive_commands import Close, Expect, Grant, ReceiveCommand, ReceiverLimits
+from kvtransfer.stream import IncomingStream
 
 logger = logging.getLogger(__name__)
 
 IDLE_LEASES = 8
 SWEEPS_A_LEASE = 4
-
-
-class KvSink(Protocol):
-    """Where KV is written to: the decode worker's pool."""
-
-    def splice(self, key: RequestKey, header: KvHeader, body: KvBody) -> None:
-        """Copies K and V of one layer's tokens into the blocks that `key` owns."""
-        ...
-
-    def finish(self, key: RequestKey) -> None:
-        """Returns when all that was spliced for `key` can be read by the next step."""
-        ...
-
-
-@dataclass(frozen=True)
-class Expect:
-    """KV of `num_tokens` tokens will be offered by `peer`; answered by KvOffered, and in the end by ReceptionEnded."""
-
-    key: RequestKey
-    peer: PeerId
-    num_tokens: int
-
-
-@dataclass(frozen=True)
-class Grant:
-    """Blocks are reserved for what was offered, and the tokens before `first_token` are there already."""
-
-    key: RequestKey
-    first_token: int
-
-
-@dataclass(frozen=True)
-class Close:
-    """Give a reception up; answered by ReceptionEnded unless it has ended already."""
-
-    key: RequestKey
-    reason: str
-
-
-ReceiveCommand = Expect | Grant | Close
-
-
-@dataclass(frozen=True)
-class ReceiverLimits:
-    """Window of each grant in bytes, and seconds of a peer's silence after which its transfers are given up."""
-
-    window_bytes: int
-    lease: float
+CREDITS_A_WINDOW = 4
 
 
 class ReceiveMachine:
@@ -117,6 +73,7 @@ class ReceiveMachine:
         self._limits = limits
         self._send = send
         self._report = report
+        self._intake = FrameIntake(self._layout, sink, limits.window_bytes // CREDITS_A_WINDOW, send)
         self._book = IncomingBook()
         self._peers = PeerBook(identity)
         self._complaints = Complaints()
@@ -126,6 +83,22 @@ class ReceiveMachine:
 
     def __len__(self) -> int:
         return len(self._book)
+
+    @property
+    def counts(self) -> IntakeCounts:
+        """What has come of the frames so far."""
+        return self._intake.counts
+
+    @property
+    def traffic(self) -> KvTraffic:
+        counts = self._intake.counts
+        return KvTraffic(
+            num_bytes=counts.spliced_bytes,
+            num_late=self.num_dropped,
+            num_stale=counts.num_stale,
+            num_corrupt=counts.num_corrupt,
+            num_resends=counts.num_resends,
+        )
 
     @property
     def sweep_interval(self) -> float:
@@ -139,46 +112,56 @@ class ReceiveMachine:
             case Grant(key, first_token):
                 self._grant(key, first_token)
             case Close(key, reason):
-                transfer = self._book.get(key)
-                if transfer is not None and transfer.link is not None:
-                    self._send(transfer.link, KvRevoke(*key, reason=reason))
+                self._revoke(key, reason)
                 self._end(key, ReceptionOutcome.CLOSED, reason)
 
     def _expect(self, command: Expect, now: float) -> None:
-        layers = self._layout.num_layers
-        transfer = IncomingTransfer(command.key, command.peer, command.num_tokens, layers, now)
-        offer = self._book.open(transfer)
-        if offer is not None and offer.abort_reason is not None:
-            self._end(command.key, ReceptionOutcome.ABORTED, offer.abort_reason)
-        elif offer is not None:
-            self._accept(transfer, offer.link, offer.num_tokens)
+        layers, heads = self._layout.num_layers, self._layout.num_kv_heads
+        transfer = IncomingTransfer(command.key, command.peer, command.num_tokens, layers, heads)
+        offers = self._book.open(transfer)
+        reasons = [offer.abort_reason for offer in offers if offer.abort_reason is not None]
+        if reasons:
+            self._end(command.key, ReceptionOutcome.ABORTED, reasons[0])
+            return
+        for offer in offers:
+            if self._book.get(command.key) is transfer:  # not ended by the offer before
+                self._accept_parked(transfer, offer, now)
+
+    def _accept_parked(self, transfer: IncomingTransfer, offer: ParkedOffer, now: float) -> None:
+        try:
+            self._accept(transfer, offer.link, offer.heads, KvOffer(*transfer.key, offer.num_tokens), now)
+        except ProtocolError as error:
+            self._drop_peer(offer.link, str(error), now)
 
     def _grant(self, key: RequestKey, first_token: int) -> None:
         """Lets an offered transfer come; one that has ended meanwhile has said so already."""
         transfer = self._book.get(key)
         if transfer is not None:
             transfer.grant(first_token)
-            self._say_grant(transfer)
+            for stream in transfer.streams.values():
+                self._say_grant(stream)
 
-    def _say_grant(self, transfer: IncomingTransfer) -> None:
-        assert transfer.link is not None, transfer.key
-        assert transfer.first_token is not None, transfer.key
-        self._send(transfer.link, KvGrant(*transfer.key, transfer.first_token, self._limits.window_bytes))
+    def _say_grant(self, stream: IncomingStream) -> None:
+        assert stream.first_token is not None, stream.key
+        self._send(stream.link, KvGrant(*stream.key, stream.first_token, self._limits.window_bytes))
 
-    def _accept(self, transfer: IncomingTransfer, link: bytes, num_tokens: int) -> None:
-        """Takes an offer; a repeated one is answered again, in case a grant or a credit was lost."""
-        if num_tokens != transfer.num_tokens:
-            reason = f"{num_tokens} tokens offered, {transfer.num_tokens} expected"
+    def _accept(self, transfer: IncomingTransfer, link: bytes, heads: HeadRange, offer: KvOffer, now: float) -> None:
+        """Takes an offer; a repeated one is answered again, in case a grant, a credit or KV was lost."""
+        if offer.num_tokens != transfer.num_tokens:
+            reason = f"{offer.num_tokens} tokens offered, {transfer.num_tokens} expected"
             self._send(link, KvRevoke(*transfer.key, reason=reason))
-            self._end(transfer.key, ReceptionOutcome.FAILED, reason)
+            self._fail(transfer, link, reason)
             return
-        is_first, transfer.link = transfer.link is None, link
-        if is_first:
-            self._report(KvOffered(transfer.key))
-        if transfer.first_token is not None:
-            self._say_grant(transfer)
-        if transfer.spliced_bytes:
-            self._credit(transfer)
+        stream = transfer.streams.get(link)
+        if stream is None:
+            transfer.add_stream(link, heads, now)
+            if transfer.is_offered:
+                self._report(KvOffered(transfer.key))
+            return
+        stream.last_sign = now
+        if stream.first_token is not None:
+            self._say_grant(stream)
+            self._intake.on_repeated_offer(stream, offer)
 
     def on_message(self, link: bytes, message: PrefillToDecode | MessageError, body: KvBody | None, now: float) -> None:
         try:
@@ -202,11 +185,8 @@ class ReceiveMachine:
             self._on_offer(link, peer, message, now)
         elif (transfer := self._book.find(key, peer)) is None:
             self._on_stray(link, peer, message, now)
-        elif transfer.link != link and not isinstance(message, KvAbort):
-            raise ProtocolError("KV that was not offered on this link")
         else:
-            transfer.last_sign = now
-            self._on_transfer_message(transfer, message, body, now)
+            self._on_transfer_message(transfer, link, message, body, now)
 
     def _on_hello(self, link: bytes, hello: KvHello, now: float) -> None:
         fault = self._peers.introduce(link, hello, now)
@@ -215,88 +195,102 @@ class ReceiveMachine:
                 logger.error("prefill worker %s refused: %s", hello.worker_id, fault)
             self._send(link, Refused(fault[:MAX_TEXT_CHARS]))
             return
-        self._end_former_transfers((hello.worker_id, hello.generation))
+        self._end_former_transfers((hello.worker_id, hello.generation), link)
         logger.info("prefill worker %s is connected", hello.worker_id)
-        self._send(link, KvWelcome(self._generation))
+        self._send(link, KvWelcome(self._generation, wire_dtypes=(FP8,)))
 
-    def _end_former_transfers(self, peer: PeerId) -> None:
+    def _end_former_transfers(self, peer: PeerId, link: bytes) -> None:
         """A worker dials anew after a restart or on a new link: what it had offered before will never come."""
-        worker_id, _ = peer
+        heads = self._peers.heads_on(link)
         for transfer in self._book:
-            if transfer.peer[0] == worker_id and (transfer.peer != peer or transfer.link is not None):
-                self._end(transfer.key, ReceptionOutcome.FAILED, "the prefill worker was restarted or dialled anew")
+            if transfer.peer[0] == peer[0] and (transfer.peer != peer or transfer.has_stream_for(heads)):
+                self._fail(transfer, link, "the prefill worker was restarted or dialled anew")
 
     def _on_offer(self, link: bytes, peer: PeerId, offer: KvOffer, now: float) -> None:
-        key = (offer.request_id, offer.attempt)
+        key, heads = (offer.request_id, offer.attempt), self._peers.heads_on(link)
         ended = self._book.ended(key)
         if (transfer := self._book.find(key, peer)) is not None:
-            transfer.last_sign = now
-            self._accept(transfer, link, offer.num_tokens)
+            with self._losses_fail(transfer):
+                self._accept(transfer, link, heads, offer, now)
         elif ended is ReceptionOutcome.ARRIVED:
             self._send(link, KvDone(*key))
         elif ended is not None:
             self._send(link, KvRevoke(*key, reason="no longer wanted"))
         else:
-            self._park(key, ParkedOffer(peer, link, offer.num_tokens, now))
+            self._park(key, ParkedOffer(peer, link, heads, offer.num_tokens, now))
 
     def _park(self, key: RequestKey, offer: ParkedOffer) -> None:
-        """Whose offer has to make room is told, unless it was withdrawn already."""
-        evicted = self._book.park(key, offer)
-        if evicted is not None and evicted[1].abort_reason is None:
-            evicted_key, evicted_offer = evicted
-            self._send(evicted_offer.link, KvRevoke(*evicted_key, reason="too many offers wait for a reservation"))
+        """Whose offers have to make room is told, unless they were withdrawn already."""
+        for evicted_key, evicted in self._book.park(key, offer):
+            if evicted.abort_reason is None:
+                self._send(evicted.link, KvRevoke(*evicted_key, reason="too many offers wait for a reservation"))
 
     def _on_stray(self, link: bytes, peer: PeerId, message: KvHeader | KvFirstToken | KvAbort, now: float) -> None:
         """Something for an attempt that is over, or was never ours: dropped and counted. An abort may also have
         overtaken the reservation, which then must not wait for KV."""
         key = (message.request_id, message.attempt)
         if isinstance(message, KvAbort) and self._book.ended(key) is None:
-            self._park(key, ParkedOffer(peer, link, 0, now, message.reason))
+            self._park(key, ParkedOffer(peer, link, self._peers.heads_on(link), 0, now, message.reason))
         else:
             self.num_dropped += 1
 
     def _on_transfer_message(
         self,
         transfer: IncomingTransfer,
+        link: bytes,
         message: KvHeader | KvFirstToken | KvAbort,
         body: KvBody | None,
         now: float,
     ) -> None:
-        match message:
-            case KvHeader():
+        if isinstance(message, KvAbort):
+            self._revoke(transfer.key, message.reason, but=link)
+            self._end(transfer.key, ReceptionOutcome.ABORTED, message.reason)
+            return
+        stream = transfer.streams.get(link)
+        if stream is None or stream.first_token is None:
+            raise ProtocolError("KV that was not offered on this link, or before its grant")
+        stream.last_sign = now
+        with self._losses_fail(transfer):
+            if isinstance(message, KvHeader):
                 assert body is not None
-                self._on_frame(transfer, message, body, now)
-            case KvFirstToken():
-                if message.token_id >= self._vocab_size:
-                    raise ProtocolError(f"first token {message.token_id} of {self._vocab_size}")
-                if not transfer.has_all_kv:
-                    raise ProtocolError("the first token came before the last KV frame")
-                transfer.first_token_id = message.token_id
-                self._arrived(transfer)
-            case KvAbort():
-                self._end(transfer.key, ReceptionOutcome.ABORTED, message.reason)
+                self._first_frame_at.setdefault(transfer.key, now)
+                self._intake.take(stream, message, body)
+            else:
+                self._on_first_token(transfer, stream, message)
 
-    def _on_frame(self, transfer: IncomingTransfer, header: KvHeader, body: KvBody, now: float) -> None:
-        check_header(header, len(body.k), len(body.v), self._layout)
-        if (header.head_start, header.head_stop) != (0, self._layout.num_kv_heads):
-            raise ProtocolError("this receiver takes all KV heads of a token at once")
-        transfer.check(header)
-        self._first_frame_at.setdefault(transfer.key, now)
-        self._sink.splice(transfer.key, header, body)
-        transfer.spliced(header, len(body.k) + len(body.v))
-        if transfer.uncredited_bytes >= self._limits.window_bytes // 4 or transfer.has_all_kv:
-            self._credit(transfer)
+    def _on_first_token(self, transfer: IncomingTransfer, stream: IncomingStream, message: KvFirstToken) -> None:
+        if message.token_id >= self._vocab_size:
+            raise ProtocolError(f"first token {message.token_id} of {self._vocab_size}")
+        self._intake.on_first_token(stream, message)
+        if transfer.has_arrived:
+            self._arrived(transfer)
 
-    def _credit(self, transfer: IncomingTransfer) -> None:
-        assert transfer.link is not None, transfer.key
-        if self._send(transfer.link, KvCredit(*transfer.key, spliced_bytes=transfer.spliced_bytes)):
-            transfer.credited_bytes = transfer.spliced_bytes
+    @contextmanager
+    def _losses_fail(self, transfer: IncomingTransfer) -> Iterator[None]:
+        """Losses beyond what is sent again cost the transfer; the link is as good as before."""
+        try:
+            yield
+        except LossError as error:
+            logger.error("KV of %s from %s: %s", transfer.key, transfer.peer[0], error)
+            self._fail(transfer, None, str(error))
 
     def _arrived(self, transfer: IncomingTransfer) -> None:
-        assert transfer.link is not None, transfer.key
+        token_id = transfer.first_token_id
         self._sink.finish(transfer.key)
-        self._send(transfer.link, KvDone(*transfer.key))
-        self._end(transfer.key, ReceptionOutcome.ARRIVED, first_token_id=transfer.first_token_id)
+        for link in transfer.streams:
+            self._send(link, KvDone(*transfer.key))
+        self._end(transfer.key, ReceptionOutcome.ARRIVED, first_token_id=token_id)
+
+    def _fail(self, transfer: IncomingTransfer, link: bytes | None, reason: str) -> None:
+        """Ends a transfer; its links are told, except the one that brought the reason."""
+        self._revoke(transfer.key, reason, but=link)
+        self._end(transfer.key, ReceptionOutcome.FAILED, reason)
+
+    def _revoke(self, key: RequestKey, reason: str, but: bytes | None = None) -> None:
+        transfer = self._book.get(key)
+        for link in transfer.streams if transfer is not None else ():
+            if link != but:
+                self._send(link, KvRevoke(*key, reason=reason))
 
     def _end(
         self, key: RequestKey, outcome: ReceptionOutcome, reason: str = "", first_token_id: int | None = None
@@ -319,7 +313,7 @@ class ReceiveMachine:
             logger.error("KV peer %s broke the protocol: %s", peer[0], reason)
         for transfer in self._book:
             if transfer.peer == peer:
-                self._end(transfer.key, ReceptionOutcome.FAILED, "the prefill worker broke the protocol")
+                self._fail(transfer, link, "the prefill worker broke the protocol")
 
     def sweep(self, now: float) -> None:
         if now < self._next_sweep:
@@ -327,7 +321,6 @@ class ReceiveMachine:
         self._next_sweep = now + self.sweep_interval
         self._peers.forget_idle(now - IDLE_LEASES * self._limits.lease, {transfer.peer for transfer in self._book})
         for transfer in self._book.silent_since(now - self._limits.lease):
-            if transfer.link is not None:
-                self._send(transfer.link, KvRevoke(*transfer.key, reason="the lease ran out"))
+            self._revoke(transfer.key, "the lease ran out")
             reason = f"nothing heard from the prefill worker for {self._limits.lease:g} s"
             self._end(transfer.key, ReceptionOutcome.FAILED, reason)

@@ -17,9 +17,11 @@ from typing import Any
 
 from kvtransfer.channel import KvListener
 from kvtransfer.incoming import PeerId
+from kvtransfer.intake import IntakeCounts, KvSink
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import Fingerprint, KvLayout, RequestKey
-from kvtransfer.receive_machine import Close, Expect, Grant, KvSink, ReceiveCommand, ReceiveMachine, ReceiverLimits
+from kvtransfer.messages import Fingerprint, KvLayout, KvTraffic, RequestKey
+from kvtransfer.receive_commands import Close, Expect, Grant, ReceiveCommand, ReceiverLimits
+from kvtransfer.receive_machine import ReceiveMachine
 
 MESSAGES_A_TURN = 64
 
@@ -50,6 +52,16 @@ class KvReceiver:
     def num_dropped(self) -> int:
         """Messages of attempts that are over, and of peers that did not introduce themselves."""
         return self._machine.num_dropped
+
+    @property
+    def counts(self) -> IntakeCounts:
+        """What has come of the frames so far."""
+        return self._machine.counts
+
+    @property
+    def traffic(self) -> KvTraffic:
+        """What has come of the KV so far. From any thread."""
+        return self._machine.traffic
 
     def start(self) -> None:
         self._thread.start()

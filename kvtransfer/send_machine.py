@@ -11,25 +11,26 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtransfer.errors import MessageError, ProtocolError, SettingsError
-from kvtransfer.layout import KvBody, max_frame_tokens, token_bytes
+from kvtransfer.frames import PLAIN, FrameMaker, FrameOptions, first_token_of, offer_of
+from kvtransfer.layout import KvBody
 from kvtransfer.messages import (
     DecodeTarget,
     DecodeToPrefill,
     KvAbort,
     KvCredit,
     KvDone,
-    KvFirstToken,
     KvGrant,
-    KvHeader,
     KvHello,
-    KvOffer,
+    KvResend,
     KvRevoke,
+    KvTraffic,
     KvWelcome,
     PrefillToDecode,
     Refused,
     RequestKey,
 )
-from kvtransfer.outgoing import OutgoingBook, OutgoingTransfer, Piece, TransferEnded, TransferOutcome
+from kvtransfer.outgoing import OutgoingBook, OutgoingTransfer, Piece, TransferEnded, TransferOutcome, TransferTimes
+from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class KvSource(Protocol):
     """Where KV is read from: the prefill worker's pool."""
 
     def gather(self, key: RequestKey, piece: Piece) -> KvBody:
-        """K and V of one layer for tokens [start, stop), each [tokens, num_kv_heads, head_dim], contiguous bytes."""
+        """K and V of one layer for tokens [start, stop), each [tokens, KV heads, head_dim], contiguous bytes."""
         ...
 
 
@@ -64,49 +65,13 @@ class KvOutlet(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Open:
-    """Offer a request's KV to `target`."""
-
-    key: RequestKey
-    target: DecodeTarget
-    num_tokens: int
-
-
-@dataclass(frozen=True)
-class Ready:
-    """KV of tokens [0, stop) of `layer` is in the pool, for each (key, stop)."""
-
-    layer: int
-    stops: tuple[tuple[RequestKey, int], ...]
-
-
-@dataclass(frozen=True)
-class FirstToken:
-    """The prompt is computed and its first token sampled."""
-
-    key: RequestKey
-    token_id: int
-
-
-@dataclass(frozen=True)
-class Abort:
-    """Give a transfer up; answered by TransferEnded unless it has ended already."""
-
-    key: RequestKey
-    reason: str
-    tell_peer: bool
-
-
-SendCommand = Open | Ready | FirstToken | Abort
-
-
 @dataclass
 class _Peer:
     target: DecodeTarget
     used_at: float  # monotonic seconds
     is_welcome: bool = False
     refusal: str | None = None
+    wire_dtype: str | None = None
 
 
 class SendMachine:
@@ -119,8 +84,10 @@ class SendMachine:
         outlet: KvOutlet,
         report: Callable[[TransferEnded], None],
         keepalive: float,
+        options: FrameOptions = PLAIN,
     ) -> None:
         self._hello = hello
+        self._frames = FrameMaker(hello, options)
         self._source = source
         self._outlet = outlet
         self._report = report
@@ -130,9 +97,15 @@ class SendMachine:
         self._peers: dict[str, _Peer] = {}
         self._aborts: list[tuple[str, KvAbort]] = []  # to be said as soon as the peer's queue has room
         self._next_keepalive = 0.0
+        self._sent_bytes = self._resent_bytes = 0
 
     def __len__(self) -> int:
         return len(self._book)
+
+    @property
+    def traffic(self) -> KvTraffic:
+        """What has been sent, and what of it was asked for again."""
+        return KvTraffic(self._sent_bytes, self._resent_bytes)
 
     def apply(self, command: SendCommand, now: float) -> None:
         match command:
@@ -141,7 +114,7 @@ class SendMachine:
             case Ready(layer, stops):
                 for key, stop in stops:
                     if transfer := self._book.find(key):
-                        transfer.mark_ready(layer, stop)
+                        self._mark_ready(transfer, layer, stop, now)
             case FirstToken(key, token_id):
                 if transfer := self._book.find(key):
                     transfer.first_token_id = token_id
@@ -150,17 +123,22 @@ class SendMachine:
                     self._aborts.append((self._peer_of[key], KvAbort(*key, reason=reason)))
                 self._end(key, TransferOutcome.ABORTED, reason)
 
+    def _mark_ready(self, transfer: OutgoingTransfer, layer: int, stop: int, now: float) -> None:
+        transfer.mark_ready(layer, stop)
+        if transfer.ready_at is None and transfer.is_computed:
+            transfer.ready_at = now
+
     def _open(self, command: Open, now: float) -> None:
-        layout = self._hello.layout
         refusal = self._dial(command.target, now)
+        piece_bytes, max_tokens = self._frames.sizes()
         self._peer_of[command.key] = command.target.worker_id
         self._book.open(
             OutgoingTransfer(
                 key=command.key,
                 num_tokens=command.num_tokens,
-                num_layers=layout.num_layers,
-                piece_bytes_per_token=2 * token_bytes(layout),
-                max_piece_tokens=max_frame_tokens(layout),
+                num_layers=self._hello.layout.num_layers,
+                piece_bytes_per_token=piece_bytes,
+                max_piece_tokens=max_tokens,
             )
         )
         if refusal is not None:
@@ -193,46 +171,53 @@ class SendMachine:
         for key in [key for key, peer in self._peer_of.items() if peer == name]:
             self._end(key, TransferOutcome.FAILED, reason)
 
-    def on_message(self, name: str, message: DecodeToPrefill | MessageError) -> None:
+    def on_message(self, name: str, message: DecodeToPrefill | MessageError, now: float) -> None:
         if name not in self._peers:
             return  # dropped a moment ago
         try:
-            self._handle(name, message)
+            self._handle(name, message, now)
         except ProtocolError as error:
             logger.error("decode worker %s broke the protocol, closing the link: %s", name, error)
             self._drop_peer(name, "the decode worker broke the protocol")
 
-    def _handle(self, name: str, message: DecodeToPrefill | MessageError) -> None:
+    def _handle(self, name: str, message: DecodeToPrefill | MessageError, now: float) -> None:
         match message:
             case MessageError():
                 raise message
-            case KvWelcome(generation):
-                self._on_welcome(name, generation)
+            case KvWelcome():
+                self._on_welcome(name, message)
             case Refused(reason):
                 self._on_refused(name, reason)
             case KvGrant(request_id, attempt, first_token, window_bytes):
                 if transfer := self._find(name, (request_id, attempt)):
+                    if wire_dtype := self._peers[name].wire_dtype:
+                        transfer.pack(wire_dtype, *self._frames.sizes(wire_dtype))
                     transfer.grant(first_token, window_bytes)
-            case KvCredit(request_id, attempt, spliced_bytes):
+            case KvCredit(request_id, attempt, settled_bytes):
                 if transfer := self._find(name, (request_id, attempt)):
-                    transfer.credit(spliced_bytes)
+                    transfer.credit(settled_bytes)
+            case KvResend(request_id, attempt, layer, start, number):
+                if transfer := self._find(name, (request_id, attempt)):
+                    self._resent_bytes += transfer.resend(layer, start, number)
             case KvDone(request_id, attempt):
-                if self._find(name, (request_id, attempt)):
-                    self._end((request_id, attempt), TransferOutcome.DONE)
+                if transfer := self._find(name, (request_id, attempt)):
+                    self._end(transfer.key, TransferOutcome.DONE, times=transfer.times(now))
             case KvRevoke(request_id, attempt, reason):
                 if self._find(name, (request_id, attempt)):
                     self._end((request_id, attempt), TransferOutcome.REVOKED, reason)
 
-    def _on_welcome(self, name: str, generation: str) -> None:
+    def _on_welcome(self, name: str, welcome: KvWelcome) -> None:
         """Behind the address may be another decode worker by now, which has no room reserved for what is meant for
         the one before."""
         peer = self._peers[name]
-        if generation != peer.target.generation:
+        if welcome.generation != peer.target.generation:
             logger.warning("decode worker %s is not the one that was meant: it was restarted", name)
             self._drop_peer(name, "the decode worker was restarted")
             return
-        logger.info("KV link to %s is up", name)
-        peer.is_welcome = True
+        if peer.is_welcome:
+            return  # what was agreed on holds as long as the link
+        peer.is_welcome, peer.wire_dtype = True, self._frames.dtype_for(welcome)
+        logger.info("KV link to %s is up, in %s", name, peer.wire_dtype or self._hello.layout.dtype)
 
     def _on_refused(self, name: str, reason: str) -> None:
         """At the handshake the first word holds; what follows answers what was sent behind KvHello. Later on, the
@@ -251,10 +236,12 @@ class SendMachine:
         """The transfer `key` if it is open and goes to `name`; late messages of ended ones find nothing."""
         return self._book.find(key) if self._peer_of.get(key) == name else None
 
-    def _end(self, key: RequestKey, outcome: TransferOutcome, reason: str = "") -> None:
+    def _end(
+        self, key: RequestKey, outcome: TransferOutcome, reason: str = "", times: TransferTimes | None = None
+    ) -> None:
         if self._book.close(key) is not None:
             del self._peer_of[key]
-            self._report(TransferEnded(key, outcome, reason))
+            self._report(TransferEnded(key, outcome, reason, times))
 
     def _send_aborts(self) -> None:
         """To peers whose link is gone there is nothing left to say."""
@@ -270,12 +257,12 @@ class SendMachine:
         for transfer in self._book:
             peer = self._peer_of[transfer.key]
             if not transfer.offered:
-                transfer.offered = self._outlet.send(peer, KvOffer(*transfer.key, num_tokens=transfer.num_tokens))
-            left -= self._ship_pieces(peer, transfer, left)
+                transfer.offered = self._outlet.send(peer, offer_of(transfer))
+            left -= self._ship_pieces(peer, transfer, left, now)
             self._ship_first_token(peer, transfer)
         return left == 0
 
-    def _ship_pieces(self, peer: str, transfer: OutgoingTransfer, limit: int) -> int:
+    def _ship_pieces(self, peer: str, transfer: OutgoingTransfer, limit: int, now: float) -> int:
         """Ships up to `limit` pieces, as long as the peer's queue takes them; returns how many."""
         num_shipped = 0
         while num_shipped < limit and (piece := transfer.next_piece()):
@@ -285,29 +272,22 @@ class SendMachine:
             if not self._ship_piece(peer, transfer, piece):
                 break
             num_shipped += 1
+        if num_shipped and transfer.started_at is None:
+            transfer.started_at = now
         return num_shipped
 
     def _ship_piece(self, peer: str, transfer: OutgoingTransfer, piece: Piece) -> bool:
-        layout = self._hello.layout
-        header = KvHeader(
-            *transfer.key,
-            layer=piece.layer,
-            start=piece.start,
-            stop=piece.stop,
-            head_start=0,
-            head_stop=layout.num_kv_heads,
-            dtype=layout.dtype,
-        )
-        if not self._outlet.send(peer, header, self._source.gather(transfer.key, piece)):
+        body = self._source.gather(transfer.key, piece)
+        if not self._outlet.send(peer, self._frames.header(transfer, piece, body), body):
             return False
         transfer.shipped(piece)
+        self._sent_bytes += (piece.stop - piece.start) * transfer.piece_bytes_per_token
         return True
 
     def _ship_first_token(self, peer: str, transfer: OutgoingTransfer) -> None:
         if transfer.first_token_sent or transfer.first_token_id is None or not transfer.all_shipped:
             return
-        message = KvFirstToken(*transfer.key, token_id=transfer.first_token_id)
-        transfer.first_token_sent = self._outlet.send(peer, message)
+        transfer.first_token_sent = self._outlet.send(peer, first_token_of(transfer, transfer.first_token_id))
 
     def _keep_alive(self, now: float) -> None:
         if now < self._next_keepalive:

@@ -10,6 +10,7 @@
 What each command and message leads to is decided in `kvtransfer/send_machine.py`.
 """
 
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -17,16 +18,19 @@ from typing import Any
 
 from kvtransfer.channel import KvDialer
 from kvtransfer.curve import CurveKeys
+from kvtransfer.emulated_link import EmulatedLink, LinkSpec
+from kvtransfer.frames import PLAIN, FrameOptions
 from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import DecodeTarget, KvHello, RequestKey
-from kvtransfer.send_machine import Abort, FirstToken, KvSource, Open, Ready, SendCommand, SendMachine
+from kvtransfer.messages import DecodeTarget, KvHello, KvTraffic, RequestKey
+from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand
+from kvtransfer.send_machine import KvSource, SendMachine
 
 
 class KvSender:
     """Ships KV of this prefill worker to decode workers. `events` takes what the engine has to know.
 
-    `keepalive` in seconds.
+    `keepalive` in seconds. `link`: behave as if KV went over such a link.
     """
 
     def __init__(
@@ -36,17 +40,26 @@ class KvSender:
         events: Mailbox[Any],
         keepalive: float,
         security: CurveKeys | None = None,
+        options: FrameOptions = PLAIN,
+        link: LinkSpec | None = None,
     ) -> None:
         self._idle_wait = keepalive / 4
         self._commands: Mailbox[SendCommand | None] = Mailbox()  # None: stop
         self._dialer = KvDialer(new_link_name(hello.worker_id, hello.generation), security)
-        self._machine = SendMachine(hello, source, self._dialer, events.put, keepalive)
+        self._emulated = None if link is None else EmulatedLink(link, self._dialer, random.Random(0))
+        outlet = self._emulated or self._dialer
+        self._machine = SendMachine(hello, source, outlet, events.put, keepalive, options)
         self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
         self._stopping = False
 
     def __len__(self) -> int:
         """Open transfers."""
         return len(self._machine)
+
+    @property
+    def traffic(self) -> KvTraffic:
+        """What has been sent so far. From any thread."""
+        return self._machine.traffic
 
     def start(self) -> None:
         self._thread.start()
@@ -79,16 +92,23 @@ class KvSender:
         self._dialer.watch(self._commands)
         more = False
         while not self._stopping:
-            self._dialer.poll(0.0 if more else self._idle_wait)
+            self._dialer.poll(0.0 if more else self._patience(time.monotonic()))
             more = self._turn(time.monotonic())
         self._dialer.close()
 
+    def _patience(self, now: float) -> float:
+        """Seconds to wait for something to happen."""
+        due = None if self._emulated is None else self._emulated.next_due
+        return self._idle_wait if due is None else min(self._idle_wait, max(0.0, due - now))
+
     def _turn(self, now: float) -> bool:
+        if self._emulated is not None:
+            self._emulated.advance(now)
         for command in self._commands.drain():
             if command is None:
                 self._stopping = True
             else:
                 self._machine.apply(command, now)
         for peer, message in self._dialer.receive():
-            self._machine.on_message(peer, message)
+            self._machine.on_message(peer, message, now)
         return self._machine.ship(now)

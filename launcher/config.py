@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 
 from engine.config import DEFAULT_MODEL
 from kvtransfer.addresses import check_host
+from kvtransfer.emulated_link import LinkSpec
 from kvtransfer.errors import SettingsError
 from kvtransfer.settings import Settings, setting
 
@@ -147,6 +148,24 @@ class ServeConfig(Settings):
     kv_cache_gib: float = setting(
         2.0, "On a CPU: size of each worker's KV pool in GiB.", group="batching and memory", ge=0.001, le=1 << 16
     )
+    kv_wire_dtype: str = setting(
+        "auto",
+        "What KV is sent as; auto sends it as it is, fp8 halves bfloat16's bytes and rounds to 3 bits of mantissa.",
+        group="network",
+        choices=("auto", "fp8"),
+    )
+    kv_link: str | None = setting(
+        None,
+        "For experiments: send KV as if over such a link, any of delay=20ms,bandwidth=1Gbit,loss=0.01.",
+        group="network",
+        metavar="NAME=VALUE[,...]",
+        default_text="the link as it is",
+    )
+    kv_checksum: bool = setting(
+        False,
+        "Send a CRC-32 with each KV frame; a decode worker asks again for what arrives damaged.",
+        group="network",
+    )
     host: str = setting("127.0.0.1", "Address of the HTTP server.", group="network", metavar="HOST")
     port: int = setting(8000, "Port of the HTTP server; 0 takes any free one.", group="network", ge=0, le=65535)
     api_key: str | None = setting(
@@ -174,3 +193,5 @@ class ServeConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_host("--host", self.host)
+        if self.kv_link is not None:
+            LinkSpec.parse(self.kv_link)

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from functools import partial
 
 from engine.assembly import Engine, assemble, introduce, key_name_of, worker_id_of
+from engine.cuda_lane import CudaLane
 from engine.startup import failures_in_one_line
 from kvtransfer.channel import ControlClient
 from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.curve import CurveKeys, load_keys
+from kvtransfer.frames import FrameOptions
+from kvtransfer.layout import FP8
 from kvtransfer.logs import configure_logging
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import PROTOCOL_VERSION, Hello, KvHello, Role
+from kvtransfer.send_machine import KvSource
 from kvtransfer.sender import KvSender
 from kvtransfer.settings import parse
 from kvtransfer.signals import exit_on_signals, run_and_leave
@@ -21,6 +25,7 @@ from kvtransfer.worker import Worker, WorkerEvent, stop_on_signals
 from launcher.default_model import resolve_model
 from prefill.config import PrefillConfig
 from prefill.scheduler import PrefillLimits, PrefillScheduler
+from prefill.staged_source import StagedSource
 from prefill.worker import PoolSource, PrefillRole
 
 PROG = "kvsplice prefill"
@@ -52,13 +57,29 @@ def build(config: PrefillConfig, engine: Engine, keys: CurveKeys | None) -> Work
         queue_timeout=config.queue_timeout_s,
     )
     scheduler = PrefillScheduler(engine.pool, config.queue_rules, limits, engine.eos_token_ids)
-    source = PoolSource(engine, scheduler)
-    sender = KvSender(_kv_hello(hello), source, inbox, keepalive=config.lease_s / 4, security=keys)
+    staged = StagedSource(engine, scheduler, CudaLane(engine.device)) if engine.device.type == "cuda" else None
+    sender = _sender(config, hello, staged or PoolSource(engine, scheduler), inbox, keys)
     dial = partial(ControlClient, security=keys)
     timing = LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s)
     links = GatewayLinks(hello, config.gateway, timing, inbox, config.max_waiting, dial)
     stop_on_signals(inbox)
-    return Worker(PrefillRole(engine, scheduler, sender), links, inbox, config.shutdown_timeout_s)
+    role = PrefillRole(engine, scheduler, sender, mark_layer=staged.mark_layer if staged else None)
+    return Worker(role, links, inbox, config.shutdown_timeout_s)
+
+
+def _sender(
+    config: PrefillConfig, hello: Hello, source: KvSource, inbox: Mailbox[WorkerEvent], keys: CurveKeys | None
+) -> KvSender:
+    wire_dtype = FP8 if config.kv_wire_dtype == "fp8" else None
+    return KvSender(
+        _kv_hello(hello),
+        source,
+        inbox,
+        keepalive=config.lease_s / 4,
+        security=keys,
+        options=FrameOptions(config.kv_checksum, wire_dtype),
+        link=config.link,
+    )
 
 
 def _kv_hello(hello: Hello) -> KvHello:

@@ -27,7 +27,7 @@ from engine.request import Outgoing, Request, RequestState, ScheduledRow
 from engine.request_book import QueueRules, RequestBook
 from engine.stopping import finish_reason
 from kvtransfer.messages import DecodeTarget, EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput
-from kvtransfer.outgoing import TransferEnded, TransferOutcome
+from kvtransfer.outgoing import TransferEnded, TransferOutcome, TransferTimes
 
 OLDEST_SHARE = 4
 """The oldest request gets at least 1/OLDEST_SHARE of each step's budget."""
@@ -98,6 +98,8 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
         if request is None:
             return
         request.lent = False
+        if event.times is not None:
+            _record_times(request, event.times)
         if request.state is RequestState.CLOSING:
             self._release(request, now)
         elif request.state is RequestState.HANDING_OVER and event.outcome is TransferOutcome.DONE:
@@ -182,6 +184,13 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
             events=request.readings(),
         )
         self._outputs.append(Outgoing(request.gateway, output))
+
+
+def _record_times(request: PrefillJob, times: TransferTimes) -> None:
+    request.record(LifetimeEvent.KV_READY, times.ready_at)
+    request.record(LifetimeEvent.KV_TAKEN, times.taken_at)
+    if times.started_at is not None:
+        request.record(LifetimeEvent.KV_STARTED, times.started_at)
 
 
 def share_budget(running: Sequence[Request], budget: int) -> list[ScheduledRow]:

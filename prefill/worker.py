@@ -15,8 +15,9 @@ from engine.assembly import Engine
 from engine.buffers import as_bytes
 from engine.request import ScheduledRow
 from engine.role import EngineRole
-from kvtransfer.layout import KvBody
-from kvtransfer.messages import PrefillRequest, RequestKey, RequestMessage
+from engine.wire_fp8 import quantise
+from kvtransfer.layout import FP8, KvBody
+from kvtransfer.messages import KvTraffic, PrefillRequest, RequestKey, RequestMessage
 from kvtransfer.outgoing import Piece, TransferEnded
 from kvtransfer.sender import KvSender
 from kvtransfer.worker import TransferEvent
@@ -40,11 +41,14 @@ class PoolSource:
         self._scheduler = scheduler
 
     def gather(self, key: RequestKey, piece: Piece) -> KvBody:
-        """K and V of one layer's tokens [start, stop), each [tokens, num_kv_heads, head_dim]."""
+        """K and V of one layer's tokens [start, stop), each [tokens, num_kv_heads, head_dim] in the piece's dtype."""
         job = self._scheduler.find(key)
         assert job is not None, f"{key} was freed while its KV was being read"
         k, v = self._kv_cache.gather(piece.layer, job.block_ids, piece.start, piece.stop)
-        return KvBody(as_bytes(k), as_bytes(v))
+        if piece.dtype is None:
+            return KvBody(as_bytes(k), as_bytes(v))
+        assert piece.dtype == FP8, piece.dtype
+        return KvBody(quantise(k), quantise(v))
 
 
 class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
@@ -56,8 +60,11 @@ class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
         scheduler: PrefillScheduler,
         sender: KvSender,
         clock: Callable[[], float] = time.monotonic,
+        mark_layer: Callable[[int], None] | None = None,
     ) -> None:
+        """`mark_layer` is told of each layer of each step, before the sender is."""
         super().__init__(engine, scheduler, holds_output=False, clock=clock)
+        self._mark_layer = mark_layer
         self._scheduler = scheduler
         self._sender = sender
 
@@ -81,6 +88,9 @@ class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
         assert isinstance(event, TransferEnded), event
         self._scheduler.transfer_ended(event, now)
 
+    def _kv_traffic(self) -> KvTraffic:
+        return self._sender.traffic
+
     def _compute(self, rows: Sequence[ScheduledRow]) -> list[int | None]:
         return self._engine.runner.step(rows, on_layer=self._announcer(rows))
 
@@ -89,7 +99,12 @@ class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
         stops = [
             (row.request.key, row.stop) for row in rows if isinstance(row.request, PrefillJob) and row.request.lent
         ]
-        return lambda layer: self._sender.ready(layer, stops)
+        return lambda layer: self._announce(layer, stops)
+
+    def _announce(self, layer: int, stops: Sequence[tuple[RequestKey, int]]) -> None:
+        if self._mark_layer is not None:
+            self._mark_layer(layer)
+        self._sender.ready(layer, stops)
 
     def _carry_out(self, command: TransferCommand) -> None:
         match command:

@@ -14,7 +14,16 @@ from engine.request_book import QueueRules
 from kernels.reference import ReferenceKernels
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import Cancel, DecodeRequest, EndReason, KvHeader, KvLayout, PrefillRequest, PrefillSource
+from kvtransfer.messages import (
+    Cancel,
+    DecodeRequest,
+    EndReason,
+    KvHeader,
+    KvLayout,
+    KvTraffic,
+    PrefillRequest,
+    PrefillSource,
+)
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 from tests.kvtransfer.samples import FINGERPRINT, spec
 
@@ -27,6 +36,7 @@ class RecordingReceiver:
 
     def __init__(self) -> None:
         self.calls: list = []
+        self.traffic = KvTraffic(num_bytes=5)
 
     def __getattr__(self, name):
         return lambda *args, **kwargs: self.calls.append((name, *args, *kwargs.values()))

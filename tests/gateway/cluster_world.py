@@ -10,7 +10,7 @@ from gateway.backend import BackendError, TokenDelta, Traits
 from gateway.cluster import Cluster, ClusterSettings
 from gateway.dispatch import Dispatcher, DispatchSettings
 from gateway.failover import RetryReason
-from gateway.observer import RequestOutcome
+from gateway.observer import KvHandover, RequestOutcome
 from kvtransfer.link_name import worker_of
 from kvtransfer.messages import (
     PROTOCOL_VERSION,
@@ -150,12 +150,16 @@ class Recorder:
     def __init__(self) -> None:
         self.outcomes: list[RequestOutcome] = []
         self.retries: list[RetryReason] = []
+        self.handovers: list[KvHandover] = []
 
     def on_request_end(self, outcome) -> None:
         self.outcomes.append(outcome)
 
     def on_retry(self, reason) -> None:
         self.retries.append(reason)
+
+    def on_handover(self, handover) -> None:
+        self.handovers.append(handover)
 
 
 class Client:

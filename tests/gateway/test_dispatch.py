@@ -19,9 +19,10 @@ from gateway.cluster import ClusterSettings
 from gateway.dispatch import DispatchSettings
 from gateway.failover import FailoverSettings
 from gateway.merge import InconsistentOutputError
-from gateway.observer import Phases
+from gateway.observer import KvHandover, Phases
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.messages import (
+    PROTOCOL_VERSION,
     Cancel,
     DecodeRequest,
     DecodeTarget,
@@ -709,6 +710,19 @@ async def test_the_observer_hears_where_the_time_went():
 
 
 @in_loop
+async def test_the_observer_hears_how_long_the_kv_took_even_when_the_request_is_over():
+    async with world(*BOTH) as it:
+        client, spec = await started(it)
+        await it.say("prefill-0", spec, 0, [10], events=PREFILL_READINGS)
+        await it.say("decode-0", spec, 1, [11], EndReason.STOP, events=DECODE_READINGS)
+        assert client.finish is EndReason.STOP
+        assert it.recorder.handovers == []
+        events = {LifetimeEvent.KV_STARTED: 0.5, LifetimeEvent.KV_READY: 1.0, LifetimeEvent.KV_TAKEN: 1.25}
+        await it.say("prefill-0", spec, 0, [10], EndReason.HANDED_OVER, events=events)
+        assert it.recorder.handovers == [KvHandover(transfer_s=0.75, exposed_s=0.25)]
+
+
+@in_loop
 async def test_the_observer_hears_of_a_request_that_is_cut():
     async with world(*BOTH) as it:
         client, spec = await started(it)
@@ -747,7 +761,8 @@ async def test_refusals_and_garbage_are_one_line_a_sender(caplog):
         lines = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
         assert lines == [
             "worker 'stranger' is refused: malformed message; run the same release everywhere",
-            "worker 'prefill-9' is refused: protocol version: 1 != 2; run the same release everywhere",
+            f"worker 'prefill-9' is refused: protocol version: 1 != {PROTOCOL_VERSION}; run the same release "
+            "everywhere",
         ]
         assert it.cluster.num_malformed == 20
         assert len(it.control.to("stranger", Refused)) == len(it.control.to("prefill-9", Refused)) == 20

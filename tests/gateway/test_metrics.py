@@ -2,12 +2,25 @@
 
 from dataclasses import replace
 
+import pytest
+
 from gateway.backend import RequestFailedError, TokenDelta
 from gateway.failover import RetryReason
 from gateway.metrics import Metrics, RequestTimer
-from gateway.observer import Phases, RequestOutcome
+from gateway.observer import KvHandover, Phases, RequestOutcome
 from gateway.worker import Worker
-from kvtransfer.messages import PROTOCOL_VERSION, EndReason, Fingerprint, Hello, KvLayout, Limits, Load, Role
+from kvtransfer.messages import (
+    PROTOCOL_VERSION,
+    EndReason,
+    Fingerprint,
+    Hello,
+    KvLayout,
+    KvTraffic,
+    LifetimeEvent,
+    Limits,
+    Load,
+    Role,
+)
 from tests.gateway.http_world import ids_of, make_world, saying
 
 
@@ -139,6 +152,36 @@ def test_workers_are_read_when_metrics_are():
     assert values_of(metrics)["kvsplice:worker_capable" + labels] == 0
     workers.clear()
     assert "kvsplice:num_requests_running" + labels not in values_of(metrics)
+
+
+def test_what_became_of_kv_is_counted_by_worker():
+    metrics = Metrics()
+    traffic = KvTraffic(num_bytes=1 << 40, num_resent_bytes=2, num_late=3, num_stale=4, num_corrupt=5, num_resends=6)
+    metrics.watch_workers(lambda: [worker_of(Role.DECODE, "d0", Load(0, 0, 0.0, kv_traffic=traffic))], lambda: ())
+    values, labels = values_of(metrics), '{role="decode",worker="d0"}'
+    assert values["kvsplice:kv_transfer_bytes_total" + labels] == 1 << 40
+    names = ("kv_resent_bytes", "kv_late_messages", "kv_stale_frames", "kv_corrupt_frames", "kv_resends")
+    assert [values[f"kvsplice:{name}_total{labels}"] for name in names] == [2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("readings", "transfer", "exposed"),
+    [
+        ({LifetimeEvent.KV_STARTED: 0.25, LifetimeEvent.KV_READY: 1.0, LifetimeEvent.KV_TAKEN: 1.5}, 1.25, 0.5),
+        ({LifetimeEvent.KV_STARTED: 1.25, LifetimeEvent.KV_READY: 1.0, LifetimeEvent.KV_TAKEN: 1.5}, 0.25, 0.5),
+        ({LifetimeEvent.KV_READY: 1.0, LifetimeEvent.KV_TAKEN: 1.5}, None, 0.5),
+        ({LifetimeEvent.ENDED: 1.0}, None, None),
+        ({}, None, None),
+    ],
+    ids=["hidden", "decode was late", "nothing to send", "an older worker", "nothing"],
+)
+def test_the_time_of_a_handover_is_counted_where_it_is_known(readings, transfer, exposed):
+    metrics = Metrics()
+    metrics.on_handover(KvHandover.of(readings))
+    values = values_of(metrics)
+    for name, seconds in (("kv_transfer_seconds", transfer), ("kv_transfer_exposed_seconds", exposed)):
+        assert values[f"kvsplice:{name}_count"] == (seconds is not None)
+        assert values[f"kvsplice:{name}_sum"] == (seconds or 0.0)
 
 
 def test_counts_that_others_keep_are_read_when_metrics_are():

@@ -10,12 +10,13 @@ from collections import Counter
 
 from engine.block_pool import BlockPool
 from kvtransfer.channel import KvListener
+from kvtransfer.frames import PLAIN
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvHello
 from kvtransfer.outgoing import TransferEnded
-from kvtransfer.receive_machine import ReceiverLimits
+from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
@@ -126,13 +127,21 @@ class Side:
 
 class PrefillSide(Side):
     def __init__(
-        self, block_size=4, keepalive=5.0, name="prefill-0", generation="g1", security=None, **identity
+        self,
+        block_size=4,
+        keepalive=5.0,
+        name="prefill-0",
+        generation="g1",
+        security=None,
+        options=PLAIN,
+        link=None,
+        **identity,
     ) -> None:
         super().__init__(HashPool(64, block_size))
         about = {"fingerprint": FINGERPRINT, "layout": LAYOUT, "protocol": PROTOCOL_VERSION} | identity
         self.peer = (name, generation)
         self.hello = KvHello(worker_id=name, generation=generation, **about)
-        self.sender = KvSender(self.hello, self.pool, self.events, keepalive, security)
+        self.sender = KvSender(self.hello, self.pool, self.events, keepalive, security, options, link)
         self.computed: dict = {}
         self.sender.start()
 

@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 
 from kvtransfer.channel import KvDialer, KvListener
-from kvtransfer.layout import KvBody
+from kvtransfer.layout import FP8, KvBody
 from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvHeader, KvHello, KvOffer, KvWelcome
 from tests.kvtransfer.fake_pools import DecodeSide, PrefillSide, content, wait_until
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
@@ -41,7 +41,7 @@ class RawPeer:
         self._dialer.dial("d", decode.target.kv_endpoint)
         if hello:
             self.send(KvHello(PROTOCOL_VERSION, name, generation, FINGERPRINT, LAYOUT))
-            assert self.hear() == KvWelcome(decode.target.generation)
+            assert self.hear() == KvWelcome(decode.target.generation, (FP8,))
 
     def send(self, message, body=None) -> None:
         assert self._dialer.send("d", message, body)

@@ -20,7 +20,9 @@ from kvtransfer.messages import (
     KvHello,
     KvLayout,
     KvOffer,
+    KvResend,
     KvRevoke,
+    KvTraffic,
     KvWelcome,
     LifetimeEvent,
     Limits,
@@ -68,7 +70,7 @@ FROM_WORKER = (
     Hello(
         PROTOCOL_VERSION, Role.DECODE, "decode-0", "g2", FINGERPRINT, LAYOUT, Limits(10, 2, 64), "tcp://127.0.0.1:9", 3
     ),
-    Heartbeat("g2", 4, 5, Load(1, 2, 0.5, 3, 4), draining=True),
+    Heartbeat("g2", 4, 5, Load(1, 2, 0.5, 3, 4, 0.25, 5, 6, 7, 8, KvTraffic(1, 2, 3, 4, 5, 6)), draining=True),
     StepOutput("g2", 4, (OUTPUT, RequestOutput("q", 1, 0))),
     Goodbye("g2", "because"),
 )
@@ -85,17 +87,18 @@ FROM_GATEWAY = (
     Cancel("r", 1 << 16, 4),
 )
 FROM_PREFILL = (
-    KvHello(PROTOCOL_VERSION, "prefill-0", "g1", FINGERPRINT, LAYOUT),
-    KvOffer("r", 0, 12),
-    KvHeader("r", 0, 1, 2, 3, 0, 2, "float32"),
-    KvFirstToken("r", 0, 99),
+    KvHello(PROTOCOL_VERSION, "prefill-0", "g1", FINGERPRINT, LAYOUT, 1, 2),
+    KvOffer("r", 0, 12, 256, 3),
+    KvHeader("r", 0, 1, 2, 3, 0, 2, "float32", 192, 2, (1 << 32) - 1),
+    KvFirstToken("r", 0, 99, 512, 3),
     KvAbort("r", 0, "gone"),
 )
 FROM_DECODE = (
-    KvWelcome("g2"),
+    KvWelcome("g2", ("float8_e4m3fn",)),
     Refused("differs"),
     KvGrant("r", 0, 4, 1 << 20),
     KvCredit("r", 0, 512),
+    KvResend("r", 0, 1, 5, 3),
     KvDone("r", 0),
     KvRevoke("r", 0, "no longer wanted"),
 )

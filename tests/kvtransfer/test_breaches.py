@@ -91,16 +91,18 @@ def first_token_before_the_offer(raw):
     raw.send(KvFirstToken(*KEY, 1))
 
 
-def first_token_before_the_kv(raw):
+def overlap(raw):
     raw.send(KvOffer(*KEY, 2))
     assert isinstance(raw.hear(), KvGrant)
-    raw.send(KvFirstToken(*KEY, 1))
+    raw.send(*token_frame(KEY, 0, 0))
+    raw.send(*token_frame(KEY, 0, 0))
 
 
-def gap(raw):
+def answer_to_nothing(raw):
     raw.send(KvOffer(*KEY, 2))
     assert isinstance(raw.hear(), KvGrant)
-    raw.send(*token_frame(KEY, 0, 1))
+    header, body = token_frame(KEY, 0, 0)
+    raw.send(msgspec.structs.replace(header, resend=1), body)
 
 
 def layer_out_of_range(raw):
@@ -143,8 +145,8 @@ class GarbageMessage(msgspec.Struct, tag_field="type", tag="Nonsense"):
     [
         frame_before_the_offer,
         first_token_before_the_offer,
-        first_token_before_the_kv,
-        gap,
+        overlap,
+        answer_to_nothing,
         layer_out_of_range,
         part_of_the_heads,
         short_body,

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from kvtransfer.errors import ProtocolError
-from kvtransfer.layout import check_header, describe_mismatch, max_frame_tokens, our_identity, token_bytes
+from kvtransfer.layout import FP8, check_header, describe_mismatch, head_bytes, max_frame_tokens, our_identity
 from kvtransfer.messages import MAX_BODY_BYTES, PROTOCOL_VERSION, KvHeader
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
 
@@ -41,7 +41,7 @@ def test_a_float8_pool_has_no_peer_of_another_format():
     theirs = our_identity(FINGERPRINT, float8)
     assert describe_mismatch(OURS, theirs) == "KV dtype: float32 != float8_e4m3fn"
     assert describe_mismatch(theirs, theirs) is None
-    assert token_bytes(float8) == token_bytes(LAYOUT) // 4
+    assert head_bytes(float8, float8.dtype) == head_bytes(LAYOUT, LAYOUT.dtype) // 4
 
 
 def test_all_differences_are_named_together():
@@ -52,15 +52,23 @@ def test_all_differences_are_named_together():
 
 
 def test_frame_arithmetic():
-    assert token_bytes(LAYOUT) == 2 * 4 * 4
-    assert max_frame_tokens(LAYOUT, 100) == 3
-    assert max_frame_tokens(LAYOUT) * token_bytes(LAYOUT) <= MAX_BODY_BYTES
+    assert head_bytes(LAYOUT, "float32") == 4 * 4
+    assert head_bytes(LAYOUT, FP8) == 4 * 1 + 4
+    assert max_frame_tokens(32, 100) == 3
+    assert max_frame_tokens(32) * 32 <= MAX_BODY_BYTES
     with pytest.raises(ProtocolError, match="one token takes 32 bytes"):
-        max_frame_tokens(LAYOUT, 31)
+        max_frame_tokens(32, 31)
 
 
 @pytest.mark.parametrize(
-    ("changes", "num_bytes"), [({}, 96), ({"head_start": 1}, 48), ({"layer": 0, "start": 0, "stop": 1}, 32)]
+    ("changes", "num_bytes"),
+    [
+        ({}, 96),
+        ({"head_start": 1}, 48),
+        ({"layer": 0, "start": 0, "stop": 1}, 32),
+        ({"dtype": FP8}, 48),
+        ({"dtype": FP8, "head_start": 1}, 24),
+    ],
 )
 def test_headers_within_the_layout_pass(changes, num_bytes):
     check_header(header(**changes), num_bytes, num_bytes, LAYOUT)
@@ -71,6 +79,7 @@ def test_headers_within_the_layout_pass(changes, num_bytes):
     [
         ({"layer": 2}, 96, 96, "layer 2 of 2"),
         ({"dtype": "float16"}, 96, 96, "dtype float16"),
+        ({"dtype": FP8}, 96, 96, "header makes it 48"),
         ({"stop": 2}, 0, 0, "empty token range"),
         ({"start": 9}, 96, 96, "empty token range"),
         ({"head_stop": 3}, 144, 144, "KV heads"),

@@ -144,7 +144,11 @@ def test_a_full_queue_delays_and_loses_nothing():
                 prefill.sender.abort(key, "enough", tell_peer=True)
             for key in keys:
                 prefill.end_of(key)
-            wait_until(lambda: all(offer.abort_reason == "enough" for offer in list(offered.values())))
+            wait_until(
+                lambda: all(
+                    offer.abort_reason == "enough" for links in list(offered.values()) for offer in links.values()
+                )
+            )
 
 
 def test_an_idle_link_is_hung_up_and_dialled_again_when_needed():

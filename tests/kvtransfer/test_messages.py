@@ -36,6 +36,11 @@ HAVE_DEFAULTS = {
     ("DecodeRequest", "sequence"),
     ("Cancel", "sequence"),
     ("ResetPrefixCache", "sequence"),
+    ("KvHello", "head_start"),
+    ("KvHello", "head_stop"),
+    ("KvWelcome", "wire_dtypes"),
+    *((kind, name) for kind in ("KvOffer", "KvFirstToken") for name in ("sent_bytes", "num_resends")),
+    *(("KvHeader", name) for name in ("sent_bytes", "resend", "checksum")),
 }
 HEARTBEAT = FROM_WORKER[1]
 PREFILL_REQUEST = FROM_GATEWAY[4]
@@ -63,7 +68,7 @@ def test_there_is_a_sample_of_every_message():
         *("Welcome", "Refused", "Reintroduce", "GatewayBeat", "PrefillRequest", "DecodeRequest", "Cancel"),
         "ResetPrefixCache",
         *("KvHello", "KvOffer", "KvHeader", "KvFirstToken", "KvAbort"),
-        *("KvWelcome", "KvGrant", "KvCredit", "KvDone", "KvRevoke"),
+        *("KvWelcome", "KvGrant", "KvCredit", "KvResend", "KvDone", "KvRevoke"),
     }
 
 

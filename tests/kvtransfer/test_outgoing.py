@@ -114,6 +114,70 @@ def test_breaches_of_the_receiver_are_protocol_errors():
     assert outgoing.credited_bytes == 20
 
 
+def test_a_resend_goes_back_and_what_was_sent_stays_in_flight():
+    outgoing = transfer()
+    outgoing.grant(0, 1000)
+    for layer in (0, 1):
+        outgoing.mark_ready(layer, 8)
+    ship(outgoing)
+    outgoing.first_token_sent = True
+    assert outgoing.resend(1, 3, number=2) == 5 * BYTES
+    assert (outgoing.all_shipped, outgoing.first_token_sent) == (False, False)
+    assert (outgoing.resend_of(0), outgoing.resend_of(1), outgoing.num_resends) == (0, 2, 2)
+    assert outgoing.in_flight_bytes == 16 * BYTES
+    assert ship(outgoing) == [Piece(1, 3, 7), Piece(1, 7, 8)]
+    assert outgoing.in_flight_bytes == 21 * BYTES
+    outgoing.credit(21 * BYTES)
+    assert outgoing.resend(0, 8, number=1) == 0, "asked for before, heard after: nothing of it is missing"
+    assert outgoing.num_resends == 2
+
+
+def test_a_resend_keeps_to_the_window():
+    outgoing = transfer(num_layers=1)
+    outgoing.grant(0, 40)
+    outgoing.mark_ready(0, 8)
+    assert ship(outgoing) == [Piece(0, 0, 4)]
+    outgoing.resend(0, 0, number=1)
+    assert ship(outgoing) == []
+    outgoing.credit(20)
+    assert ship(outgoing) == [Piece(0, 0, 2)]
+
+
+def test_a_resend_that_was_heard_already_changes_nothing():
+    outgoing = transfer(num_layers=1)
+    outgoing.grant(0, 1000)
+    outgoing.mark_ready(0, 8)
+    ship(outgoing)
+    outgoing.resend(0, 4, number=1)
+    ship(outgoing)
+    assert outgoing.resend(0, 4, number=1) == 0
+    assert outgoing.all_shipped
+
+
+@pytest.mark.parametrize(
+    ("layer", "start"), [(2, 0), (0, 1), (0, 5)], ids=["layer", "before the grant", "not sent yet"]
+)
+def test_a_resend_of_what_was_never_sent_is_a_breach(layer, start):
+    outgoing = transfer()
+    with pytest.raises(ProtocolError, match="resend of layer"):
+        outgoing.resend(0, 0, number=1)
+    outgoing.grant(2, 1000)
+    outgoing.mark_ready(0, 4)
+    ship(outgoing)
+    with pytest.raises(ProtocolError, match="resend of layer"):
+        outgoing.resend(layer, start, number=1)
+
+
+def test_another_dtype_holds_from_the_grant_on():
+    outgoing = transfer(num_layers=1)
+    outgoing.mark_ready(0, 8)
+    outgoing.pack("float8_e4m3fn", 5, 6)
+    outgoing.grant(0, 1000)
+    outgoing.pack("float16", 10, 4)
+    assert ship(outgoing) == [Piece(0, 0, 6, "float8_e4m3fn"), Piece(0, 6, 8, "float8_e4m3fn")]
+    assert outgoing.in_flight_bytes == 8 * 5
+
+
 def test_own_bugs_are_assertions():
     outgoing = transfer()
     outgoing.mark_ready(0, 4)

@@ -4,7 +4,7 @@ import pytest
 
 from engine.request import IllegalMoveError, Request, RequestState
 from kvtransfer.messages import MAX_TEXT_CHARS, EndReason, LifetimeEvent
-from kvtransfer.outgoing import TransferOutcome
+from kvtransfer.outgoing import TransferEnded, TransferOutcome, TransferTimes
 from prefill.scheduler import AbortTransfer, SendFirstToken, share_budget
 from tests.kvtransfer.samples import spec
 from tests.lifecycle.makers import EOS, Prefill, commands_of, outputs_of
@@ -34,6 +34,20 @@ def test_the_life_of_a_request():
         LifetimeEvent.ENDED: 4.0,
     }
     assert commands_of(world) == []
+    world.check_all_is_empty()
+
+
+def test_the_moments_of_a_transfer_are_part_of_the_last_word():
+    world = Prefill()
+    world.add(num_prompt=4)
+    world.step()
+    world.scheduler.take_outputs()
+    times = TransferTimes(ready_at=1.25, started_at=1.0, taken_at=1.75)
+    world.scheduler.transfer_ended(TransferEnded(("r", 0), TransferOutcome.DONE, times=times), 9.0)
+    [said] = world.scheduler.take_outputs()
+    assert said.output.end.reason is EndReason.HANDED_OVER
+    moments = (LifetimeEvent.KV_STARTED, LifetimeEvent.KV_READY, LifetimeEvent.KV_TAKEN)
+    assert [said.output.events[event] for event in moments] == [1.0, 1.25, 1.75]
     world.check_all_is_empty()
 
 

@@ -10,7 +10,16 @@ from engine.kv_cache import KvCache
 from engine.request_book import QueueRules
 from kernels.reference import ReferenceKernels
 from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import Cancel, DecodeRequest, EndReason, KvLayout, Load, PrefillRequest, PrefillSource
+from kvtransfer.messages import (
+    Cancel,
+    DecodeRequest,
+    EndReason,
+    KvLayout,
+    KvTraffic,
+    Load,
+    PrefillRequest,
+    PrefillSource,
+)
 from kvtransfer.outgoing import Piece, TransferEnded, TransferOutcome
 from prefill.scheduler import PrefillLimits, PrefillScheduler
 from prefill.worker import PoolSource, PrefillRole
@@ -25,6 +34,7 @@ class RecordingSender:
 
     def __init__(self) -> None:
         self.calls: list = []
+        self.traffic = KvTraffic(num_bytes=5)
 
     def __getattr__(self, name):
         return lambda *args, **kwargs: self.calls.append((name, *args, *kwargs.values()))
@@ -108,7 +118,7 @@ def test_a_request_from_offer_to_handing_over(role):
     role.add("gw", PrefillRequest(spec("r", 10), TARGET), 0.0)
     assert ends_of(role) == []
     assert calls_of(role) == []
-    assert role.load() == Load(0, 1, 0.0, 8, 8)
+    assert role.load() == Load(0, 1, 0.0, 8, 8, kv_traffic=KvTraffic(num_bytes=5))
     assert role.step()
     assert calls_of(role) == [("open", KEY, TARGET, 10), ("ready", 0, [(KEY, 8)]), ("ready", 1, [(KEY, 8)])]
     assert role.step()

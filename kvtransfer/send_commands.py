@@ -1,0 +1,42 @@
+"""What the engine asks of the sender's thread."""
+
+from dataclasses import dataclass
+
+from kvtransfer.messages import DecodeTarget, RequestKey
+
+
+@dataclass(frozen=True)
+class Open:
+    """Offer a request's KV to `target`."""
+
+    key: RequestKey
+    target: DecodeTarget
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """KV of tokens [0, stop) of `layer` is in the pool, for each (key, stop)."""
+
+    layer: int
+    stops: tuple[tuple[RequestKey, int], ...]
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """The prompt is computed and its first token sampled."""
+
+    key: RequestKey
+    token_id: int
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Give a transfer up; answered by TransferEnded unless it has ended already."""
+
+    key: RequestKey
+    reason: str
+    tell_peer: bool
+
+
+SendCommand = Open | Ready | FirstToken | Abort
