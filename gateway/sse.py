@@ -13,6 +13,11 @@ from gateway.asgi import Send, send_start
 DONE: Final = b"data: [DONE]\n\n"
 COMMENT: Final = b": keep-alive\n\n"
 
+_LINE_ENDS: Final = {
+    character.encode(): f"\\u{ord(character):04x}".encode() for character in ("\x85", "\u2028", "\u2029")
+}
+"""Not line ends to the standard, but to many a client that splits lines as Python does; JSON may escape them."""
+
 HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -53,4 +58,7 @@ class EventStream:
 
 
 def _event(item: Mapping[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(item) + b"\n\n"
+    data = msgspec.json.encode(item)
+    for character, escaped in _LINE_ENDS.items():
+        data = data.replace(character, escaped)
+    return b"data: " + data + b"\n\n"

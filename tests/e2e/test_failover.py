@@ -13,7 +13,7 @@ from tests.e2e.conftest import PATIENT_GATEWAY
 from tests.e2e.processes import EXIT_WITHIN_S, wait_until
 from tests.e2e.streaming import NOTICED_WITHIN_S, PROMPT, Streaming
 
-NUM_TOKENS = 600
+NUM_TOKENS = 3000
 SAMPLINGS = {"greedy": {"temperature": 0}, "seeded": {"temperature": 0.8, "seed": 11}}
 STORY = "The lighthouse keeper had not spoken to anyone for eleven days when a boat"
 
