@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.backend import InvalidRequestError, OverloadedError, UnavailableError
+from gateway.backend import InvalidRequestError, OverloadedError, Traits, UnavailableError
 from gateway.dispatch import DispatchSettings
 from gateway.failover import FailoverSettings, RetryReason
 from gateway.merge import InconsistentOutputError, TokenMerge
@@ -272,6 +272,31 @@ async def test_nothing_is_expected_of_a_worker_that_shares_no_prefixes():
         await served(it, LONG, mode=DISAGGREGATED)
         assert (await it.ask(prompt=LONG, mode=AUTO)).mode is DISAGGREGATED
         assert len(it.dispatcher._flights.held) == 0
+
+
+@in_loop
+async def test_another_salt_shares_nothing():
+    """Neither KV nor, by the mode in the answer, the news that somebody has sent this prompt before."""
+    async with world(*BOTH, settings=rules()) as it:
+        await served(it, LONG, mode=DISAGGREGATED, traits=Traits("one tenant"))
+        assert (await it.ask(prompt=LONG, mode=AUTO, traits=Traits("another"))).mode is DISAGGREGATED
+        assert (await it.ask(prompt=LONG, mode=AUTO)).mode is DISAGGREGATED
+        assert (await it.ask(prompt=LONG, mode=AUTO, traits=Traits("one tenant"))).mode is LOCAL
+
+
+@in_loop
+async def test_emptied_caches_hold_nothing():
+    async with world(*BOTH, settings=rules()) as it:
+        await served(it, LONG, mode=DISAGGREGATED)
+        it.dispatcher.reset_prefix_cache()
+        assert (await it.ask(prompt=LONG, mode=AUTO)).mode is DISAGGREGATED
+
+
+@in_loop
+async def test_what_decode_found_of_a_local_prompt_is_told():
+    async with world(*BOTH, settings=rules()) as it:
+        client = await served(it, LONG, mode=LOCAL, num_cached=48)
+        assert client.deltas[0].num_cached == 48
 
 
 @in_loop
