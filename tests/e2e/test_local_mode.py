@@ -132,16 +132,17 @@ def test_one_token_comes_from_either(auto, plain):
 
 
 def test_a_local_stream_outlives_its_worker(auto):
+    prompt = prompt_of(THRESHOLD - 2, 270)  # with the three tokens that the stream has by then it is a long one
     fields = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.8, "seed": 11}
-    undisturbed = stream(auto.http, PROMPT, **fields)
+    undisturbed = stream(auto.http, prompt, **fields)
     before = auto.gauge("request_mode_total", mode="local")
-    with Streaming(auto, **fields) as streaming:
+    with Streaming(auto, prompt=prompt, **fields) as streaming:
         auto.kill(DECODE)
         auto.restart(DECODE)
     assert (streaming.errors, streaming.num_done, streaming.num_tokens) == ([], 1, NUM_TOKENS)
     assert streaming.text == undisturbed.text
     assert auto.gauge("request_retries_total", reason="decode_lost") == 1
-    assert auto.gauge("request_mode_total", mode="local") == before, "with so many tokens it took the whole way"
+    assert auto.gauge("request_mode_total", mode="local") == before, "its last attempt took the whole way"
 
 
 def test_without_prefill_all_but_the_explicit_goes_on(auto):
