@@ -4,8 +4,8 @@
     local           decode computes the prompt too, in chunks beside its running requests
     auto            local if what decode has to compute is short, or if there is no prefill worker; else disaggregated
 
-A short prompt is computed in less time than its KV takes to come, and so is the new end of a chat whose beginning
-decode has still in its pool. A long one on decode would keep all streams there waiting.
+A short prompt, or the new end of a chat whose beginning decode has still in its pool, hardly disturbs the streams
+there, and its KV need not travel. A long one would keep all of them waiting.
 """
 
 from dataclasses import dataclass
