@@ -36,8 +36,8 @@ class DecodeConfig(EngineConfig):
 
     max_num_prefill_tokens: int = setting(
         256,
-        "Prompt tokens in one step that this worker computes itself, beside the running requests: for those that had "
-        "lost their blocks. Smaller keeps the others' tokens coming evenly.",
+        "Prompt tokens in one step that this worker computes itself, beside the running requests: of local prompts, "
+        "and of requests that had lost their blocks. Smaller keeps the others' tokens coming evenly.",
         group="batching and memory",
         ge=1,
         le=1 << 20,

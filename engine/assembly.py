@@ -95,6 +95,7 @@ def introduce(config: EngineConfig, role: Role, engine: Engine, kv_endpoint: str
         layout=engine.layout,
         limits=Limits(engine.max_model_len, config.max_num_seqs, engine.kv_cache.num_tokens),
         kv_endpoint=kv_endpoint,
+        shares_prefixes=config.enable_prefix_caching,
     )
 
 

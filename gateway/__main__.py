@@ -20,6 +20,7 @@ from gateway.dispatch import Dispatcher, DispatchSettings
 from gateway.failover import FailoverSettings
 from gateway.limits import HttpSettings
 from gateway.metrics import Metrics
+from gateway.modes import Mode, ModeRules
 from gateway.server import make_server
 from gateway.tokenizer import Tokenizer
 from kvtransfer.channel import ControlServer
@@ -148,6 +149,7 @@ def _dispatch_settings(config: GatewayConfig) -> DispatchSettings:
         request_timeout_s=config.request_timeout_s,
         first_token_timeout_s=config.first_token_timeout_s,
         failover=FailoverSettings(config.max_retries, config.failover_timeout_s),
+        modes=ModeRules(Mode(config.default_mode), config.local_prefill_threshold),
     )
 
 

@@ -37,6 +37,7 @@ from gateway.errors import (
 from gateway.generation import Generation
 from gateway.limits import HttpSettings, guarded
 from gateway.metrics import Metrics
+from gateway.mode_header import mode_named
 from gateway.openapi import describe
 from gateway.prompts import PromptEncoder
 from gateway.service import Service
@@ -137,8 +138,9 @@ async def _version(service: Service, request: Request) -> Response:
 
 
 async def _health(service: Service, request: Request) -> Response:
-    """200 only when a request sent now could be served."""
-    status = service.backend.status()
+    """200 only when a request sent now could be served; with ?mode=..., one that asks for this mode."""
+    mode = request.query_params.get("mode")
+    status = service.backend.status(None if mode is None else mode_named(mode))
     if status.ready:
         return _json({"status": "ready"})
     return _json({"status": "unavailable", "reasons": list(status.reasons)}, status=503)

@@ -1,4 +1,4 @@
-"""One try at a request: its two workers, and what they have said so far."""
+"""One try at a request: its workers, and what they have said so far."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from gateway.backend import BackendError, InvalidRequestError, OverloadedError, RequestFailedError
 from gateway.failover import RetryReason, SetbackError
 from gateway.merge import InconsistentOutputError, TokenMerge
+from gateway.modes import Mode
 from gateway.router import Route
 from gateway.worker import Worker, WorkerRef
 from kvtransfer.messages import (
@@ -46,11 +47,11 @@ class Leg:
 
 @dataclass(eq=False)
 class Attempt:
-    """(request, attempt) on its workers. `decode` is None if prefill's token is the last. `started_at`: seconds on the
-    gateway's clock."""
+    """(request, attempt) on its workers. `prefill` is None if decode computes the prompt, `decode` is None if prefill's
+    token is the last. `started_at`: seconds on the gateway's clock."""
 
     spec: RequestSpec
-    prefill: Leg
+    prefill: Leg | None
     decode: Leg | None
     merge: TokenMerge
     started_at: float
@@ -64,7 +65,12 @@ class Attempt:
 
     @property
     def legs(self) -> tuple[Leg, ...]:
-        return (self.prefill,) if self.decode is None else (self.prefill, self.decode)
+        return tuple(leg for leg in (self.prefill, self.decode) if leg is not None)
+
+    @property
+    def mode(self) -> Mode:
+        """Where the prompt is computed; never auto."""
+        return Mode.LOCAL if self.prefill is None else Mode.DISAGGREGATED
 
     @property
     def active_legs(self) -> tuple[Leg, ...]:
@@ -106,14 +112,12 @@ class Attempt:
         return SetbackError(reason, error, [leg.ref])
 
     def requests(self, route: Route) -> Iterator[tuple[Leg, PrefillRequest | DecodeRequest]]:
-        """What each worker is told; a request of one more token is prefill's alone."""
-        if self.decode is None or route.decode is None:
-            yield self.prefill, PrefillRequest(self.spec, target=None)
-            return
-        kv_endpoint = route.decode.hello.kv_endpoint
-        assert kv_endpoint is not None, f"decode worker {self.decode.worker_id} was let in without a KV endpoint"
-        yield self.prefill, PrefillRequest(self.spec, DecodeTarget(*self.decode.ref, kv_endpoint))
-        yield self.decode, DecodeRequest(self.spec, PrefillSource(*self.prefill.ref))
+        """What each worker is told, on the route that the attempt was made for."""
+        if self.prefill is not None:
+            yield self.prefill, PrefillRequest(self.spec, None if route.decode is None else _target(route.decode))
+        if self.decode is not None:
+            source = None if self.prefill is None else PrefillSource(*self.prefill.ref)
+            yield self.decode, DecodeRequest(self.spec, source)
 
     def _on_end(self, leg: Leg, output: RequestOutput, end: RequestEnd) -> None:
         if end.reason in _FINISHES:
@@ -137,3 +141,9 @@ class Attempt:
         if end.reason is EndReason.HANDED_OVER:  # to nobody: a worker that breaks the protocol would do so again
             return error
         return SetbackError(RetryReason.FAILED, error, [leg.ref for leg in self.legs])
+
+
+def _target(decode: Worker) -> DecodeTarget:
+    kv_endpoint = decode.hello.kv_endpoint
+    assert kv_endpoint is not None, f"decode worker {decode.worker_id} was let in without a KV endpoint"
+    return DecodeTarget(*decode.ref, kv_endpoint)

@@ -8,10 +8,11 @@ BackendError            an error that has a client-safe text and an HTTP status
 └── DeadlineExceededError   504 after the start: it took longer than it may
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from gateway.modes import Mode
 from kvtransfer.messages import EndReason, SamplingParams
 
 
@@ -71,10 +72,12 @@ class TokenDelta:
 @dataclass(frozen=True)
 class Traits:
     """What a request says of itself beside prompt and sampling. `cache_salt`: it shares KV only with requests of the
-    same salt; `priority`: the smaller, the sooner, where workers schedule by it."""
+    same salt; `priority`: the smaller, the sooner, where workers schedule by it; `mode`: where it wants its prompt
+    computed, None if it leaves that to the gateway."""
 
     cache_salt: str = ""
     priority: int = 0
+    mode: Mode | None = None
 
 
 @dataclass(frozen=True)
@@ -84,21 +87,28 @@ class ClusterStatus:
 
     ready: bool
     reasons: tuple[str, ...]
-    max_model_len: int | None  # the smallest of all live workers; None while not ready
+    max_model_len: int | None  # the smallest of the workers that are needed; None while not ready
 
 
 class Backend(Protocol):
     """Runs one request on the workers."""
 
-    def status(self) -> ClusterStatus:
-        """The cluster as it is now."""
+    def status(self, mode: Mode | None = None) -> ClusterStatus:
+        """The cluster as it is now for requests of a mode, None being that of requests which ask for none."""
         ...
 
     def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, traits: Traits, *, arrived_at: float
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        traits: Traits,
+        *,
+        arrived_at: float,
+        note_mode: Callable[[Mode], None] | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Dispatches at the first `__anext__` and yields tokens as they come. Closing the iterator (`aclose`) before
         its end cancels the request on all workers. `arrived_at`: when the client's call came, monotonic seconds.
+        `note_mode` is told, before the first token, where the prompt goes.
         Raises BackendError subclasses, DeadlineExceededError among them: callers need no time limit of their own."""
         ...
 

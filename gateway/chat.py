@@ -4,6 +4,8 @@ from gateway.answers import ChatShape
 from gateway.asgi import Receive, Scope, Send
 from gateway.errors import InvalidFieldError
 from gateway.generation import Call
+from gateway.mode_header import asked_mode
+from gateway.modes import Mode
 from gateway.schemas import CHAT_RULES, ChatRequest
 from gateway.service import Service, read_request
 
@@ -16,11 +18,12 @@ class ChatEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_at = self._service.metrics.clock()
+        mode = asked_mode(scope)
         request = await read_request(scope, receive, ChatRequest, CHAT_RULES)
-        call = await self._prepare(request, started_at)
+        call = await self._prepare(request, started_at, mode)
         await self._service.generation.answer(call, receive, send)
 
-    async def _prepare(self, request: ChatRequest, started_at: float) -> Call:
+    async def _prepare(self, request: ChatRequest, started_at: float, mode: Mode | None) -> Call:
         service = self._service
         service.check_model(request.model)
         service.check_generation(request)
@@ -30,7 +33,7 @@ class ChatEndpoint:
             add_generation_prompt=request.add_generation_prompt,
             variables=request.chat_template_kwargs,
         )
-        max_model_len = service.max_model_len()
+        max_model_len = service.max_model_len(mode)
         encoded = await service.prompts.encode(
             [text], add_special_tokens=request.add_special_tokens, max_model_len=max_model_len
         )
@@ -41,6 +44,7 @@ class ChatEndpoint:
             max_model_len=max_model_len,
             default_max_tokens=max_model_len,
             started_at=started_at,
+            mode=mode,
         )
 
 

@@ -21,6 +21,7 @@ from gateway.backend import Backend, BackendError, RequestFailedError, Traits
 from gateway.choice_text import ChoiceText, TextDelta, TextRules
 from gateway.errors import ApiError, InternalError, SlowReaderError
 from gateway.metrics import Metrics, RequestTimer
+from gateway.modes import Mode
 from gateway.tokenizer import Tokenizer
 from kvtransfer.messages import SamplingParams
 
@@ -38,11 +39,21 @@ class Choice:
 
 
 class ChoiceStreams:
-    """The choices of one call, as an async context manager around the time in which they run."""
+    """The choices of one call, as an async context manager around the time in which they run.
+
+    `mode`, where the prompt of the first one is computed, is known with the first token.
+    """
 
     def __init__(
-        self, backend: Backend, tokenizer: Tokenizer, metrics: Metrics, *, rules: TextRules, max_buffered: int
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        *,
+        rules: TextRules,
+        max_buffered: int,
     ) -> None:
+        self.mode: Mode | None = None
         self._backend = backend
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -114,7 +125,11 @@ class ChoiceStreams:
     async def _produce(self, choice: Choice, timer: RequestTimer) -> str:
         text = ChoiceText(choice.index, choice.prompt_token_ids, self._tokenizer, self._rules)
         tokens = self._backend.generate(
-            choice.prompt_token_ids, choice.sampling, choice.traits, arrived_at=timer.started_at
+            choice.prompt_token_ids,
+            choice.sampling,
+            choice.traits,
+            arrived_at=timer.started_at,
+            note_mode=self._note_mode,
         )
         async with aclosing(tokens):
             async for delta in tokens:
@@ -126,6 +141,9 @@ class ChoiceStreams:
                     return batch[-1].finish_reason
                 await asyncio.sleep(0)  # a backend with much to say must not starve the consumer
         raise RequestFailedError("the workers ended the request without a reason")
+
+    def _note_mode(self, mode: Mode) -> None:
+        self.mode = self.mode or mode  # choices start in their order
 
     def _put(self, batch: list[TextDelta]) -> None:
         if not batch:

@@ -15,7 +15,7 @@ What is sent to a live worker is numbered here, and what comes is checked agains
 the worker is dropped, which fails its requests at once, and asked to introduce itself again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -124,10 +124,12 @@ class Cluster:
         """Live workers of `role` that make progress and take new requests, by id."""
         return tuple(worker for worker in self.workers if worker.role is role and self._is_capable(worker, now))
 
-    def status(self, now: float) -> ClusterStatus:
-        """Ready means that each role has a capable worker. Clients see the reasons, so no worker is named in them."""
-        reasons = tuple(f"no {role.value} worker can take requests" for role in Role if not self.capable(role, now))
-        max_model_len = None if reasons else min(worker.limits.max_model_len for worker in self.workers)
+    def status(self, now: float, needs: Sequence[Role] = tuple(Role)) -> ClusterStatus:
+        """Ready means that each role of `needs` has a capable worker. Clients see the reasons, so no worker is named in
+        them."""
+        reasons = tuple(f"no {role.value} worker can take requests" for role in needs if not self.capable(role, now))
+        lengths = [worker.limits.max_model_len for worker in self.workers if worker.role in needs]
+        max_model_len = None if reasons else min(lengths)
         return ClusterStatus(ready=not reasons, reasons=reasons, max_model_len=max_model_len)
 
     def receive(self, sender: str, message: WorkerToGateway | MessageError, now: float) -> Reaction:

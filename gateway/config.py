@@ -69,6 +69,21 @@ class GatewayConfig(Settings):
     stream_buffer_tokens: int = setting(
         4096, "Tokens kept for a client that reads slowly; past it the request is cancelled.", group="bounds", ge=1
     )
+    default_mode: str = setting(
+        "auto",
+        "Where prompts are computed, unless a request says so in X-KVSplice-Mode: disaggregated on a prefill worker, "
+        "local on the decode worker itself, auto on either (see --local-prefill-threshold).",
+        group="modes",
+        choices=("auto", "disaggregated", "local"),
+    )
+    local_prefill_threshold: int = setting(
+        64,
+        "In auto mode, decode computes a prompt itself if all but so many tokens are in its cache; 0: only if there is "
+        "no prefill worker.",
+        group="modes",
+        ge=0,
+        le=1 << 20,
+    )
     head_timeout_s: float = setting(
         10.0, "Seconds that a client has to send the head of a request.", group="timing", ge=0.1, le=3600
     )

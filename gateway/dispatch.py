@@ -1,6 +1,7 @@
 """Runs requests on the workers. The life of one request:
 
-1. `generate` checks the request and makes its id; `Placement` picks a prefill worker P and a decode worker D.
+1. `generate` checks the request and makes its id; `Placement` picks a prefill worker P and a decode worker D; or D
+   alone, which then computes the prompt itself, and what is said of P does not apply.
 2. PrefillRequest goes to P and DecodeRequest to D in the same breath. With `max_tokens` 1 only P gets it.
 3. Outputs of both are merged by index into one sequence, which waits in a bounded stream for the consumer. P's token is
    held back until D has room for the request (it says so long before, unless it has none).
@@ -27,6 +28,8 @@ from gateway.cluster import Cluster, Departure
 from gateway.failover import Failover, FailoverSettings
 from gateway.flight import Deadlines, Flight
 from gateway.flights import Flights
+from gateway.held_prefixes import BlockChain
+from gateway.modes import Mode, ModeRules
 from gateway.observer import Audience, DispatchObserver, KvHandover
 from gateway.placement import Placement
 from gateway.stream import TokenStream
@@ -73,11 +76,12 @@ class DispatchSettings:
     first_token_timeout_s: float = 300.0
     tick_s: float = 0.25
     failover: FailoverSettings = field(default_factory=FailoverSettings)
+    modes: ModeRules = field(default_factory=ModeRules)
 
     def __post_init__(self) -> None:
         for bound in fields(self):
             value = getattr(self, bound.name)
-            if not isinstance(value, FailoverSettings) and value <= 0:
+            if isinstance(value, int | float) and value <= 0:
                 raise SettingsError(f"{bound.name} must be positive, not {value}")
 
 
@@ -98,7 +102,7 @@ class Dispatcher(Backend):
         self._complaints = Complaints()
         self._audience = Audience(observer)
         self._flights = Flights(self._send, self._audience, clock)
-        self._placement = Placement(cluster, self._flights, self._drop, clock)
+        self._placement = Placement(cluster, self._flights, settings.modes, self._drop, clock)
 
     # --- towards HTTP --------------------------------------------------------------------------------
 
@@ -128,17 +132,25 @@ class Dispatcher(Backend):
         now = self._clock()
         return frozenset(worker.worker_id for role in Role for worker in self._cluster.capable(role, now))
 
-    def status(self) -> ClusterStatus:
+    def status(self, mode: Mode | None = None) -> ClusterStatus:
         if self._control is None:
             return ClusterStatus(ready=False, reasons=("the gateway's control loop does not run",), max_model_len=None)
-        return self._cluster.status(self._clock())
+        return self._cluster.status(self._clock(), (mode or self._settings.modes.default).needs)
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, traits: Traits, *, arrived_at: float
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        traits: Traits,
+        *,
+        arrived_at: float,
+        note_mode: Callable[[Mode], None] | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         flight = self._admit(tuple(prompt_token_ids), sampling, traits, arrived_at)
         try:
             self._placement.launch(flight)
+            if note_mode is not None and flight.first_mode is not None:
+                note_mode(flight.first_mode)
             while True:
                 delta = await flight.stream.get()
                 yield delta
@@ -148,13 +160,14 @@ class Dispatcher(Backend):
             self._flights.end(flight)  # no-op unless the consumer leaves early
 
     def reset_prefix_cache(self) -> None:
+        self._flights.held.forget_all()
         told = [self._send(worker.worker_id, ResetPrefixCache()) for worker in self.workers]
         if not all(told):
             raise UnavailableError("a worker could not be told")
 
     def _admit(self, prompt: tuple[int, ...], sampling: SamplingParams, traits: Traits, arrived_at: float) -> Flight:
         """A request that may be dispatched. Raises BackendError."""
-        status, vocab_size = self.status(), self._cluster.vocab_size
+        status, vocab_size = self.status(traits.mode), self._cluster.vocab_size
         if status.max_model_len is None or vocab_size is None:
             raise UnavailableError("; ".join(status.reasons))
         check_request(prompt, sampling, vocab_size=vocab_size, max_model_len=status.max_model_len)
@@ -171,6 +184,8 @@ class Dispatcher(Backend):
             arrived_at=arrived_at,
             deadlines=Deadlines(now + settings.first_token_timeout_s, now + settings.request_timeout_s),
             max_early=settings.stream_buffer_tokens - 1,  # behind prefill's token, what came early fits the stream
+            mode=traits.mode or settings.modes.default,
+            chain=BlockChain(traits.cache_salt),
         )
 
     # --- towards the workers -------------------------------------------------------------------------

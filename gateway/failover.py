@@ -80,6 +80,11 @@ class Failover:
         self._is_pending = True
         return None
 
+    @property
+    def is_turned_away(self) -> bool:
+        """Whether a worker had no room for it, and the client may still be told so."""
+        return self._only_elsewhere
+
     def begun(self) -> RetryReason | None:
         """An attempt is on its workers: why it was needed, None if it is the first."""
         was_pending, self._is_pending = self._is_pending, False

@@ -19,7 +19,9 @@ from typing import Final
 from gateway.attempt import Attempt, Leg
 from gateway.backend import BackendError, DeadlineExceededError, TokenDelta, Traits
 from gateway.failover import Failover
+from gateway.held_prefixes import BlockChain
 from gateway.merge import TokenMerge
+from gateway.modes import Mode
 from gateway.observer import Phases, RequestOutcome
 from gateway.router import Route
 from gateway.stream import TokenStream
@@ -60,7 +62,7 @@ class Deadlines:
 @dataclass(eq=False)
 class Flight:
     """A request from its admission to its last word. `arrived_at`, when the call came, is on the gateway's clock;
-    `max_early`: decode's tokens that are kept while prefill's is not known."""
+    `max_early`: decode's tokens that are kept while prefill's is not known. `mode`: the one that was asked for."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -71,8 +73,11 @@ class Flight:
     arrived_at: float
     deadlines: Deadlines
     max_early: int
+    mode: Mode = Mode.AUTO
+    chain: BlockChain = field(default_factory=BlockChain)
     state: FlightState = field(default=FlightState.WAITING, init=False)
     attempt: Attempt | None = field(default=None, init=False)
+    first_mode: Mode | None = field(default=None, init=False)  # of the first attempt
     num_streamed: int = field(default=0, init=False)
     _first_sent_at: float = field(default=0.0, init=False)
     _first_known_at: float | None = field(default=None, init=False)
@@ -82,6 +87,11 @@ class Flight:
     def tokens(self) -> Sequence[int]:
         """Output so far, also what the client does not have yet."""
         return () if self.attempt is None else self.attempt.merge.tokens
+
+    @property
+    def known_tokens(self) -> Sequence[int]:
+        """The prompt and the output so far."""
+        return [*self.prompt_token_ids, *self.tokens] if self.tokens else self.prompt_token_ids
 
     @property
     def num_attempts(self) -> int:
@@ -112,13 +122,18 @@ class Flight:
         spec = self._next_spec()
         self.attempt = Attempt(
             spec=spec,
-            prefill=Leg.on(route.prefill),
+            prefill=None if route.prefill is None else Leg.on(route.prefill),
             decode=None if route.decode is None else Leg.on(route.decode),
-            merge=TokenMerge(self.sampling.max_tokens, self.max_early, spec.output_token_ids),
+            merge=TokenMerge(
+                self.sampling.max_tokens,
+                self.max_early,
+                spec.output_token_ids,
+                is_decode_alone=route.prefill is None,
+            ),
             started_at=now,
         )
         if spec.attempt == 0:
-            self._first_sent_at = now
+            self._first_sent_at, self.first_mode = now, self.attempt.mode
         self._first_known_at = None
         may_be_turned_away = self.num_streamed == 0 and route.decode is not None
         self.move(FlightState.HELD if may_be_turned_away else FlightState.STREAMING)
@@ -156,12 +171,12 @@ class Flight:
         phases = Phases.of(
             self._first_sent_at - self.arrived_at,
             now - self.arrived_at,
-            self.attempt.prefill.events,
+            None if self.attempt.prefill is None else self.attempt.prefill.events,
             {} if self.attempt.decode is None else self.attempt.decode.events,
             is_finished=finish is not None,
             retry_s=self.attempt.started_at - self._first_sent_at if self.attempt.spec.attempt else None,
         )
-        return RequestOutcome(self.request_id, finish, error, phases, self._handoff_gap_s)
+        return RequestOutcome(self.request_id, finish, error, phases, self._handoff_gap_s, self.attempt.mode)
 
     def _next_spec(self) -> RequestSpec:
         return RequestSpec(
@@ -177,6 +192,8 @@ class Flight:
     def _note_handoff(self, now: float) -> None:
         """The gap between tokens 0 and 1, if one attempt gave both: anything else is not a hand-over's time."""
         assert self.attempt is not None, f"request {self.request_id} has not begun"
+        if self.attempt.mode is Mode.LOCAL:
+            return
         if self.attempt.spec.output_token_ids or self._handoff_gap_s is not None or not self.tokens:
             return
         if self._first_known_at is None:

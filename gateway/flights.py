@@ -12,10 +12,20 @@ from gateway.attempt import Leg
 from gateway.backend import BackendError, OverloadedError, RequestFailedError
 from gateway.failover import SetbackError
 from gateway.flight import Flight, FlightState
+from gateway.held_prefixes import HeldPrefixes
+from gateway.modes import Mode
 from gateway.observer import Audience
 from gateway.router import InFlightBook, Route
 from gateway.worker import Worker
-from kvtransfer.messages import Cancel, EndReason, GatewayToWorker, RequestKey, RequestOutput, Role
+from kvtransfer.messages import (
+    Cancel,
+    EndReason,
+    GatewayToWorker,
+    LifetimeEvent,
+    RequestKey,
+    RequestOutput,
+    Role,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +34,7 @@ Send = Callable[[str, GatewayToWorker], bool]
 
 
 class Flights:
-    """All requests that are dispatched and not over. `book` is what the router sees of them.
+    """All requests that are dispatched and not over. `book` and `held` are what the router sees of them.
 
     Counts outputs that came for no live attempt in `num_late_outputs`. `clock` gives seconds, monotonic.
     """
@@ -33,6 +43,7 @@ class Flights:
 
     def __init__(self, send: Send, audience: Audience, clock: Callable[[], float]) -> None:
         self.book = InFlightBook()
+        self.held = HeldPrefixes()
         self.num_late_outputs = 0
         self._send = send
         self._audience = audience
@@ -53,6 +64,8 @@ class Flights:
         and then the request still waits; None if all are told."""
         self._flights[flight.request_id] = flight
         attempt = flight.begin(route, self._clock())
+        if route.decode is not None:
+            self.held.meet(route.decode)
         for leg, message in attempt.requests(route):
             leg.active = self._send(leg.worker_id, message)
             if not leg.active:
@@ -93,6 +106,7 @@ class Flights:
             self._leave(flight, leg)
             if flight.attempt.needs(leg):
                 self._set_back(flight, flight.attempt.loss_of(leg))
+        self.held.forget(worker.ref)
 
     def on_tick(self, now: float) -> None:
         """Fails what is past a deadline."""
@@ -147,12 +161,29 @@ class Flights:
         delta = flight.receive(leg, output, self._clock())
         if not leg.active or leg.role is Role.PREFILL:  # the prompt is computed, whatever prefill still has to send
             self.book.discard(leg.worker_id, flight.request_id)
+        self._learn(flight, leg, output)
         if delta is None:
             return
         if not flight.stream.push(delta):
             raise OverloadedError("the answer was not read fast enough")
         if delta.finish is not None:
             self.end(flight, finish=delta.finish)
+
+    def _learn(self, flight: Flight, leg: Leg, output: RequestOutput) -> None:
+        """What an output tells of decode's cache. With its first tokens it has all of the prompt, so that others that
+        begin alike need not wait for the end of this one."""
+        if leg.role is not Role.DECODE or flight.attempt is None:
+            return
+        spec = flight.attempt.spec
+        if output.end is not None or (output.token_ids and output.start <= len(spec.output_token_ids) + 1):
+            self._note_held(flight, leg)
+        elif flight.attempt.mode is Mode.LOCAL and LifetimeEvent.RESERVED in output.events:
+            self.held.correct(leg.ref, flight.chain, flight.known_tokens, output.num_cached)
+
+    def _note_held(self, flight: Flight, leg: Leg) -> None:
+        """Decode has the KV of all tokens but the last, once it speaks."""
+        if flight.attempt is not None and flight.attempt.merge.has_spoken(Role.DECODE):
+            self.held.note(leg.ref, flight.chain, flight.known_tokens[:-1])
 
     def _set_back(self, flight: Flight, setback: SetbackError) -> None:
         """An attempt is over: its workers are told, and the request waits for others or ends."""
@@ -185,5 +216,7 @@ class Flights:
             self._send(worker_id, Cancel(output.request_id, output.attempt))
 
     def _leave(self, flight: Flight, leg: Leg) -> None:
+        if leg.active and leg.role is Role.DECODE:
+            self._note_held(flight, leg)
         leg.active = False
         self.book.discard(leg.worker_id, flight.request_id)

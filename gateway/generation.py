@@ -23,6 +23,7 @@ from gateway.choices import Choice, ChoiceStreams
 from gateway.errors import ApiError, InternalError, error_body
 from gateway.limits import HttpSettings
 from gateway.metrics import Metrics
+from gateway.mode_header import mode_headers
 from gateway.schemas import StreamOptions
 from gateway.sse import EventStream
 from gateway.tokenizer import Tokenizer
@@ -68,7 +69,7 @@ class Generation:
                     usage.num_completion += delta.num_tokens
             usage.num_cached = streams.num_cached
         choices = [call.shape.choice(*parts) for parts in zip(range(len(texts)), texts, reasons, strict=True)]
-        await send_json(send, _envelope(call).answer(choices, usage))
+        await send_json(send, _envelope(call).answer(choices, usage), headers=mode_headers(streams.mode))
 
     async def _streamed(self, call: Call, options: StreamOptions, send: Send) -> None:
         events = EventStream(send)
@@ -88,7 +89,7 @@ class Generation:
     ) -> None:
         chunks = ChunkMaker(call, options)
         batch = await streams.next()
-        await events.start()
+        await events.start(mode_headers(streams.mode))
         await events.write(chunks.opening())
         while batch is not None:
             await events.write(chunks.of(batch, streams.num_cached))

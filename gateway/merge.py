@@ -5,6 +5,8 @@
     prefill                     t0
     decode                     (t0)       t1       t2 ...      decode may repeat t0, and may be heard before prefill
 
+Where decode is alone with the attempt, token `base` is its own to say.
+
 Each worker's words arrive in order, so the only gap that can fill later is token `base`; any other is a lost message.
 """
 
@@ -20,15 +22,17 @@ class InconsistentOutputError(RequestFailedError):
 
 class TokenMerge:
     """Output tokens [0, length) are known, `resumed` from the start; decode's tokens behind the first new one wait in
-    `_early` while that one is not."""
+    `_early` while that one is not. `is_decode_alone`: nobody else speaks."""
 
-    def __init__(self, max_tokens: int, max_early: int, resumed: Sequence[int] = ()) -> None:
+    def __init__(
+        self, max_tokens: int, max_early: int, resumed: Sequence[int] = (), *, is_decode_alone: bool = False
+    ) -> None:
         self._max_tokens = max_tokens
         self._max_early = max_early
         self._base = len(resumed)
         self._tokens: list[int] = list(resumed)
         self._early: list[int] = []
-        self._next = {Role.PREFILL: self._base, Role.DECODE: self._base + 1}
+        self._next = {Role.PREFILL: self._base, Role.DECODE: self._base + (0 if is_decode_alone else 1)}
         self._spoken: set[Role] = set()
 
     @property

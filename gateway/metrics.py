@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gateway.failover import RetryReason
+from gateway.modes import Mode
 from gateway.observer import KvHandover, RequestOutcome
 from gateway.worker import Worker
 
@@ -29,13 +30,13 @@ _ANY_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, *_LONG_S)
 _PHASES: Final = {
     "dispatch_s": "Arrival to dispatch: checks, chat template, tokenising.",
     "retry_s": "First dispatch to the last one, of requests that were dispatched more than once.",
-    "queue_s": "The last dispatch to the first prefill chunk.",
+    "queue_s": "The last dispatch to the first chunk of the prompt.",
     "prefill_s": "First chunk to first token.",
     "kv_reserve_s": "First token to reserved blocks on decode; 0 if these came first.",
     "kv_start_s": "From there to the first KV frame on decode; 0 if it came before the first token.",
     "kv_transfer_s": "From there to the last of the KV.",
     "batch_wait_s": "From there to the first decode step.",
-    "decode_s": "First decode step to the end on decode.",
+    "decode_s": "First decode step (of a local request: first token) to the end on decode.",
     "delivery_s": "From there to the last token at the gateway.",
 }
 """What `gateway.observer.Phases` are, in order."""
@@ -82,6 +83,11 @@ class Metrics:
         self._kv_exposed = self._histogram(
             "kv_transfer_exposed_seconds", "All KV computed to decode's word that it has everything.", _ANY_S
         )
+        self._modes = self._counter(
+            "request_mode", "Dispatched requests by where the prompt of their last attempt was computed.", ("mode",)
+        )
+        for mode in (Mode.DISAGGREGATED, Mode.LOCAL):
+            self._modes.labels(mode.value)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests with a first token.")
         self.generation_tokens = self._counter("generation_tokens", "Output tokens.")
         self.requests = self._counter("request_success", "Ended requests by reason.", ("finished_reason",))
@@ -114,7 +120,8 @@ class Metrics:
             self._http_errors.labels("4xx" if status < 500 else "5xx").inc()
 
     def on_request_end(self, outcome: RequestOutcome) -> None:
-        """Where the time of a dispatched request went."""
+        """Where a dispatched request went, and its time."""
+        self._modes.labels(outcome.mode.value).inc()
         for name, histogram in self._phases.items():
             seconds = getattr(outcome.phases, name)
             if seconds is not None:

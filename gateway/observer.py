@@ -7,6 +7,7 @@ from typing import Final, Protocol
 
 from gateway.backend import BackendError
 from gateway.failover import RetryReason
+from gateway.modes import Mode
 from kvtransfer.messages import EndReason, LifetimeEvent
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,12 @@ class Phases:
     Decode reserves and takes KV while prefill computes, so what is done by the first token takes no time of its own:
     `kv_reserve`, `kv_start` and `kv_transfer` are what decode kept the request waiting for behind it. A request that
     ends with prefill's token goes from FIRST_TOKEN straight to its delivery.
+
+    Where decode computes the prompt, all readings are its own, no KV moves, and `decode` begins with the first token:
+
+       dispatch   retry     queue     prefill       decode      delivery
+      |---------|--------|---------|-----------|-------------|----------|
+    arrival    sent  sent last  RUNNING   FIRST_TOKEN      ENDED       end
     """
 
     dispatch_s: float
@@ -50,23 +57,22 @@ class Phases:
         cls,
         sent_s: float,
         end_s: float,
-        prefill: Readings,
+        prefill: Readings | None,
         decode: Readings,
         *,
         is_finished: bool,
         retry_s: float | None = None,
     ) -> "Phases":
         """`sent_s`, `end_s`: first dispatch and end, seconds since arrival on the gateway's clock. `retry_s`: from the
-        first dispatch to the last one, None if there was only one.
+        first dispatch to the last one, None if there was only one. `prefill` is None if decode computed the prompt,
+        `decode` is empty if it had no part.
 
         Both workers' clocks start when the request reaches them, which is taken for the moment it was sent: each phase
         is wrong by at most the way of one message. A reading before the last one is moved onto it.
         """
-        readings = [prefill.get(event) for event in _PREFILL_PHASES]
-        readings += [decode.get(event) for event in _DECODE_PHASES] if decode else []
         seconds: dict[str, float] = {}
         at = last_sent_s = sent_s + (retry_s or 0.0)
-        for name, reading in zip((*_PREFILL_PHASES.values(), *_DECODE_PHASES.values()), readings, strict=False):
+        for name, reading in _ends_of_phases(prefill, decode):
             if reading is None:
                 return cls(sent_s, retry_s, **seconds)
             moment = min(max(at, last_sent_s + reading), end_s)
@@ -82,19 +88,35 @@ _DECODE_PHASES: Final = {
     LifetimeEvent.RUNNING: "batch_wait_s",
     LifetimeEvent.ENDED: "decode_s",
 }
+_LOCAL_PHASES: Final = {
+    LifetimeEvent.RUNNING: "queue_s",
+    LifetimeEvent.FIRST_TOKEN: "prefill_s",
+    LifetimeEvent.ENDED: "decode_s",
+}
 """The phase that ends with each reading, in order."""
+
+
+def _ends_of_phases(prefill: Readings | None, decode: Readings) -> list[tuple[str, float | None]]:
+    """(name of a phase, the reading that it ends with), in order."""
+    if prefill is None:
+        return [(name, decode.get(event)) for event, name in _LOCAL_PHASES.items()]
+    on_prefill = [(name, prefill.get(event)) for event, name in _PREFILL_PHASES.items()]
+    on_decode = [(name, decode.get(event)) for event, name in _DECODE_PHASES.items()] if decode else []
+    return on_prefill + on_decode
 
 
 @dataclass(frozen=True)
 class RequestOutcome:
     """One request that is over. `finish` is set if it finished, `error` if it failed, neither if the client left.
-    `handoff_gap_s`: between tokens 0 and 1 at the gateway, None if not the same attempt gave both."""
+    `handoff_gap_s`: between tokens 0 and 1 at the gateway, None if not the same attempt gave both, or no two workers.
+    `mode`: where the last attempt's prompt was computed."""
 
     request_id: str
     finish: EndReason | None
     error: BackendError | None
     phases: Phases
     handoff_gap_s: float | None = None
+    mode: Mode = Mode.DISAGGREGATED
 
 
 @dataclass(frozen=True)

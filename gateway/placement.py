@@ -1,5 +1,8 @@
 """Puts requests on workers: new ones, and those that have lost an attempt.
 
+A request in auto mode may go either way, and each of its attempts anew: see `gateway.modes`. Where one way is closed,
+because there is no prefill worker or there has been trouble with it, it takes the other.
+
 A worker that can't be reached is given up at once, not when its beats are missed, and others are tried: no worker has
 done anything for the request yet, so that costs it no retry.
 """
@@ -12,6 +15,7 @@ from gateway.backend import RequestFailedError, UnavailableError
 from gateway.cluster import Cluster
 from gateway.flight import Flight, FlightState
 from gateway.flights import Flights
+from gateway.modes import Mode, ModeRules
 from gateway.router import Route, choose
 from gateway.worker import Worker
 from kvtransfer.messages import Role
@@ -25,10 +29,16 @@ class Placement:
     """`drop` gives a worker up, with a reason; `clock` gives seconds, monotonic."""
 
     def __init__(
-        self, cluster: Cluster, flights: Flights, drop: Callable[[str, str], None], clock: Callable[[], float]
+        self,
+        cluster: Cluster,
+        flights: Flights,
+        rules: ModeRules,
+        drop: Callable[[str, str], None],
+        clock: Callable[[], float],
     ) -> None:
         self._cluster = cluster
         self._flights = flights
+        self._rules = rules
         self._drop = drop
         self._clock = clock
 
@@ -70,9 +80,39 @@ class Placement:
 
     def _route(self, flight: Flight) -> Route:
         """Raises UnavailableError."""
-        prefill = self._capable(Role.PREFILL, flight)
-        decode = self._capable(Role.DECODE, flight) if flight.needs_decode else None
-        return choose(prefill, decode, self._flights.book, flight.failover.suspects)
+        if flight.mode is not Mode.AUTO:
+            return self._route_in(flight.mode, flight)
+        ways = self._ways(flight)
+        if not ways:
+            raise UnavailableError("no decode worker can take requests")
+        if flight.failover.is_turned_away:  # the other way is not there to take what this one has no room for
+            return ways[0]
+        return min(ways, key=lambda route: route.num_suspects(flight.failover.suspects))  # the first, if equal
+
+    def _ways(self, flight: Flight) -> list[Route]:
+        """What is possible in auto mode, the better one first."""
+        ways = []
+        for mode in (Mode.LOCAL, Mode.DISAGGREGATED):
+            with suppress(UnavailableError):
+                ways.append(self._route_in(mode, flight))
+        decode = ways[0].decode if ways else None
+        if decode is None or not self._prefers_local(flight, decode):
+            ways.reverse()
+        return ways
+
+    def _prefers_local(self, flight: Flight, decode: Worker) -> bool:
+        return self._rules.prefers_local(len(flight.known_tokens), self._num_held(flight, decode))
+
+    def _route_in(self, mode: Mode, flight: Flight) -> Route:
+        """Raises UnavailableError."""
+        is_local = mode is Mode.LOCAL
+        prefill = None if is_local else self._capable(Role.PREFILL, flight)
+        decode = self._capable(Role.DECODE, flight) if is_local or flight.needs_decode else None
+        suspects = flight.failover.suspects
+        return choose(prefill, decode, self._flights.book, suspects, lambda worker: self._num_held(flight, worker))
+
+    def _num_held(self, flight: Flight, decode: Worker) -> int:
+        return self._flights.held.num_held(decode.ref, flight.chain, flight.known_tokens)
 
     def _capable(self, role: Role, flight: Flight) -> Sequence[Worker]:
         """A worker that has come later may take shorter requests only."""

@@ -4,12 +4,16 @@ Heartbeats lag by up to half a second, in which many requests can arrive; so the
 outstanding counts beside the load that workers report.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Final
 
 from gateway.backend import UnavailableError
 from gateway.worker import Worker, WorkerRef
+
+SIMILAR_PRESSURE: Final = 0.1
+"""Decode workers whose pressure is within so much of the least are equally good, but for what they hold of a prompt."""
 
 
 class InFlightBook:
@@ -44,34 +48,57 @@ class InFlightBook:
 
 @dataclass(frozen=True)
 class Route:
-    """The workers of one attempt; `decode` is None if prefill's token is the last."""
+    """The workers of one attempt. `prefill` is None if decode computes the prompt, `decode` is None if prefill's token
+    is the last."""
 
-    prefill: Worker
+    prefill: Worker | None
     decode: Worker | None
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        return tuple(worker for worker in (self.prefill, self.decode) if worker is not None)
+
+    def num_suspects(self, suspects: AbstractSet[WorkerRef]) -> int:
+        return sum(worker.ref in suspects for worker in self.workers)
 
     def avoids(self, suspects: AbstractSet[WorkerRef]) -> bool:
         """Whether none of them is a suspect."""
-        return self.prefill.ref not in suspects and (self.decode is None or self.decode.ref not in suspects)
+        return self.num_suspects(suspects) == 0
+
+
+def nothing_held(worker: Worker) -> int:
+    """What a worker holds of a prompt that nobody has sent before."""
+    return 0
 
 
 def choose(
-    prefill: Sequence[Worker],
+    prefill: Sequence[Worker] | None,
     decode: Sequence[Worker] | None,
     book: InFlightBook,
     suspects: AbstractSet[WorkerRef] = frozenset(),
+    num_held: Callable[[Worker], int] = nothing_held,
 ) -> Route:
-    """The prefill worker with the fewest prompt tokens outstanding, and the decode worker under the least pressure
-    (`decode` is None if none is needed); `suspects` only where there is nobody else.
+    """The prefill worker with the fewest prompt tokens outstanding, and the decode worker under the least pressure, or
+    of those about as good the one that holds most of the prompt (`num_held`, tokens). `prefill` or `decode` is None if
+    none of the role is needed; `suspects` only where there is nobody else.
 
     Takes live workers that make progress and have room for the request in an empty pool. Ties go to the smaller id, so
     that the choice is the same each time. Raises UnavailableError if there is no worker of a role.
     """
     return Route(
-        prefill=min(_take(prefill, "prefill", suspects), key=lambda worker: _prefill_order(worker, book)),
-        decode=None
-        if decode is None
-        else min(_take(decode, "decode", suspects), key=lambda worker: _decode_order(worker, book)),
+        prefill=None if prefill is None else _choose_prefill(_take(prefill, "prefill", suspects), book),
+        decode=None if decode is None else _choose_decode(_take(decode, "decode", suspects), book, num_held),
     )
+
+
+def _choose_prefill(workers: Sequence[Worker], book: InFlightBook) -> Worker:
+    return min(workers, key=lambda worker: _prefill_order(worker, book))
+
+
+def _choose_decode(workers: Sequence[Worker], book: InFlightBook, num_held: Callable[[Worker], int]) -> Worker:
+    ordered = sorted(workers, key=lambda worker: _decode_order(worker, book))
+    enough = _pressure(ordered[0], book) + SIMILAR_PRESSURE
+    return max((worker for worker in ordered if _pressure(worker, book) <= enough), key=num_held)  # the first, if equal
 
 
 def _take(workers: Sequence[Worker], role: str, suspects: AbstractSet[WorkerRef]) -> Sequence[Worker]:
@@ -87,9 +114,12 @@ def _prefill_order(worker: Worker, book: InFlightBook) -> tuple[int, int, str]:
 
 
 def _decode_order(worker: Worker, book: InFlightBook) -> tuple[float, int, str]:
-    """Pressure is the scarcer of KV room and batch rows, each as the larger of what is reported and what is booked."""
-    num_booked = book.num_requests(worker.worker_id)
-    num_requests = max(worker.load.num_running + worker.load.num_waiting, num_booked)
+    return (_pressure(worker, book), book.num_requests(worker.worker_id), worker.worker_id)
+
+
+def _pressure(worker: Worker, book: InFlightBook) -> float:
+    """The scarcer of KV room and batch rows, each as the larger of what is reported and what is booked."""
+    num_requests = max(worker.load.num_running + worker.load.num_waiting, book.num_requests(worker.worker_id))
     kv = max(worker.load.kv_usage, book.num_tokens(worker.worker_id) / worker.limits.kv_tokens)
     rows = num_requests / worker.limits.max_num_seqs
-    return (max(kv, rows), num_booked, worker.worker_id)
+    return max(kv, rows)

@@ -13,6 +13,7 @@ from gateway.errors import InvalidFieldError, ModelNotFoundError, excerpt
 from gateway.generation import Call, Generation
 from gateway.limits import HttpSettings
 from gateway.metrics import Metrics
+from gateway.modes import Mode
 from gateway.prompts import PromptEncoder
 from gateway.sampling import check_sampling_ids, draw_seed, sampling_for
 from gateway.schemas import GenerationRequest, StreamOptions
@@ -43,9 +44,9 @@ class Service:
             raise ModelNotFoundError(f"the model {excerpt(model)!r} is not served here", param="model")
         return model
 
-    def max_model_len(self) -> int:
-        """Raises UnavailableError, with the reasons, while requests can't be served."""
-        status = self.backend.status()
+    def max_model_len(self, mode: Mode | None) -> int:
+        """Raises UnavailableError, with the reasons, while requests of this mode can't be served."""
+        status = self.backend.status(mode)
         if not status.ready or status.max_model_len is None:
             raise UnavailableError("; ".join(status.reasons) or "the cluster is not ready")
         return status.max_model_len
@@ -65,6 +66,7 @@ class Service:
         max_model_len: int,
         default_max_tokens: int,
         started_at: float,
+        mode: Mode | None,
     ) -> Call:
         """The call for these prompts, which share one seed. Raises ContextLengthError, InvalidFieldError."""
         seed = draw_seed(self.settings.default_seed) if request.seed is None else request.seed
@@ -79,7 +81,7 @@ class Service:
                     default_max_tokens=default_max_tokens,
                     seed=seed,
                 ),
-                Traits(request.cache_salt or "", request.priority),
+                Traits(request.cache_salt or "", request.priority, mode),
             )
             for index, prompt in enumerate(prompts)
         ]

@@ -32,9 +32,9 @@ class EventStream:
         self._send = send
         self.is_started = False
 
-    async def start(self) -> None:
+    async def start(self, more_headers: Mapping[str, str]) -> None:
         self.is_started = True
-        await send_start(self._send, 200, HEADERS)
+        await send_start(self._send, 200, {**HEADERS, **more_headers})
 
     async def write(self, objects: Sequence[Mapping[str, Any]]) -> None:
         """One event an object, in one piece."""

@@ -261,7 +261,8 @@ class RequestOutput(Part, frozen=True):
 class Hello(Message, frozen=True):
     """A worker introduces itself. `generation` is drawn anew at each start, so a restarted worker is another one.
     `kv_endpoint` is where a decode worker takes KV (None for prefill). `introduction` counts how often this start has
-    registered with this gateway: a Hello that is repeated for want of an answer keeps it, one after a loss moves it."""
+    registered with this gateway: a Hello that is repeated for want of an answer keeps it, one after a loss moves it.
+    `shares_prefixes`: whether it keeps the KV of prompts for later ones that begin alike."""
 
     protocol: Positive
     role: Role
@@ -272,6 +273,7 @@ class Hello(Message, frozen=True):
     limits: Limits
     kv_endpoint: Endpoint | None
     introduction: Positive = 1
+    shares_prefixes: bool = True
 
 
 class Heartbeat(Message, frozen=True):

@@ -87,7 +87,13 @@ class ServeConfig(Settings):
         le=(1 << 63) - 1,
         default_text="drawn for each request",
     )
-    prefill: int = setting(1, "Number of prefill workers.", group="workers", ge=1, le=64)
+    prefill: int = setting(
+        1,
+        "Number of prefill workers; with 0, decode workers compute all prompts themselves.",
+        group="workers",
+        ge=0,
+        le=64,
+    )
     decode: int = setting(1, "Number of decode workers.", group="workers", ge=1, le=64)
     device: str = setting(
         "auto",
@@ -114,6 +120,21 @@ class ServeConfig(Settings):
         ge=1,
         le=1024,
         default_text="the cores, split evenly among workers",
+    )
+    default_mode: str = setting(
+        "auto",
+        "Where prompts are computed, unless a request says so in X-KVSplice-Mode: disaggregated on a prefill worker, "
+        "local on the decode worker itself, auto on either (see --local-prefill-threshold).",
+        group="modes",
+        choices=("auto", "disaggregated", "local"),
+    )
+    local_prefill_threshold: int = setting(
+        64,
+        "In auto mode, decode computes a prompt itself if all but so many tokens are in its cache; 0: only if there is "
+        "no prefill worker.",
+        group="modes",
+        ge=0,
+        le=1 << 20,
     )
     max_num_batched_tokens: int = setting(
         512, "Prompt tokens in one step of a prefill worker.", group="batching and memory", ge=1, le=1 << 20
@@ -195,3 +216,5 @@ class ServeConfig(Settings):
         check_host("--host", self.host)
         if self.kv_link is not None:
             LinkSpec.parse(self.kv_link)
+        if self.prefill == 0 and self.default_mode == "disaggregated":
+            raise SettingsError("--default-mode disaggregated needs a prefill worker, and --prefill is 0")

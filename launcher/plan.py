@@ -67,6 +67,7 @@ def _gateway(config: ServeConfig, model: Path, machine: Machine, environ: Mappin
         "control_host": LOOPBACK,
         "control_port": machine.control_port,
         "shutdown_timeout_s": GATEWAY_DRAIN_S,
+        "default_mode": config.default_mode if config.prefill else "local",
         "api_key": None,  # goes through the environment: command lines are public
     }
     secret = {API_KEY_VARIABLE: config.api_key} if config.api_key else {}

@@ -18,13 +18,15 @@ SAMPLE_TOKENS: Final = 32
 
 @dataclass(frozen=True)
 class GatewayProbe:
-    """Where the gateway is and how to ask it: a question to a model that can `chat`, else a text to go on with."""
+    """Where the gateway is and how to ask it: a question to a model that can `chat`, else a text to go on with. All
+    workers are there when `health_path` says ready."""
 
     host: str
     port: int
     model: str
     api_key: str | None
     chat: bool
+    health_path: str = "/health"
 
     @property
     def url(self) -> str:
@@ -49,7 +51,7 @@ class GatewayProbe:
         """Whether a request could be served now, and if not, why."""
         connection = HTTPConnection(self.host, self.port, timeout=HEALTH_TIMEOUT_S)
         try:
-            connection.request("GET", "/health")
+            connection.request("GET", self.health_path)
             response = connection.getresponse()
             return response.status == 200, response.read(2048).decode("utf-8", "replace")
         except (OSError, HTTPException):

@@ -96,6 +96,7 @@ def _probe(config: ServeConfig, machine: Machine, model: Path) -> GatewayProbe:
         model=served_names(config)[0],
         api_key=config.api_key,
         chat=has_chat_template(model),
+        health_path="/health?mode=disaggregated" if config.prefill else "/health",
     )
 
 
@@ -109,6 +110,8 @@ def _stop_on_signals() -> threading.Event:
 
 def _starting(config: ServeConfig) -> str:
     noun = "worker" if config.decode == 1 else "workers"
+    if config.prefill == 0:
+        return f"starting {config.decode} {noun} for prefill and decode..."
     return f"starting {config.prefill} prefill and {config.decode} decode {noun}..."
 
 

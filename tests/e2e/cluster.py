@@ -102,7 +102,9 @@ class Cluster:
         control = f"127.0.0.1:{self._control_port}"
         if role == GATEWAY:
             ports = ["--port", str(self._port), "--control-port", str(self._control_port)]
-            own = [*ports, "--served-model-name", MODEL_NAME, *self._flags.gateway]
+            # Short prompts too go the whole way, unless a test says otherwise.
+            mode = ["--default-mode", "disaggregated"]
+            own = [*ports, "--served-model-name", MODEL_NAME, *mode, *self._flags.gateway]
         else:
             shared = ["--gateway", f"tcp://{control}", "--worker-id", f"{role}-0", *self._flags.workers]
             own = [*shared, *(self._flags.prefill if role == PREFILL else self._flags.decode)]

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import msgspec
 
@@ -10,6 +11,7 @@ from gateway.backend import BackendError, TokenDelta, Traits
 from gateway.cluster import Cluster, ClusterSettings
 from gateway.dispatch import Dispatcher, DispatchSettings
 from gateway.failover import RetryReason
+from gateway.modes import Mode
 from gateway.observer import KvHandover, RequestOutcome
 from kvtransfer.link_name import worker_of
 from kvtransfer.messages import (
@@ -172,15 +174,22 @@ class Client:
         params: SamplingParams,
         arrived_at: float,
         traits: Traits = NO_TRAITS,
+        mode: Mode | None = Mode.DISAGGREGATED,
     ) -> None:
+        self.mode: Mode | None = None  # that of the first attempt
         self.tokens: list[int] = []
         self.deltas: list[TokenDelta] = []
         self.finish: EndReason | None = None
         self.error: BackendError | None = None
         self.reading = asyncio.Event()
         self.reading.set()
-        self._stream = dispatcher.generate(prompt, params, traits, arrived_at=arrived_at)
+        traits = replace(traits, mode=traits.mode or mode)
+        self._stream = dispatcher.generate(prompt, params, traits, arrived_at=arrived_at, note_mode=self._note_mode)
         self.task = asyncio.get_running_loop().create_task(self._consume())
+
+    def _note_mode(self, mode: Mode) -> None:
+        assert self.mode is None, "said twice"
+        self.mode = mode
 
     async def _consume(self) -> None:
         try:
@@ -239,9 +248,17 @@ class World:
         for _ in range(6):
             await asyncio.sleep(0)
 
-    async def ask(self, prompt=(1, 2, 3), max_tokens: int = 8, traits: Traits = NO_TRAITS, **changes) -> Client:
+    async def ask(
+        self,
+        prompt=(1, 2, 3),
+        max_tokens: int = 8,
+        traits: Traits = NO_TRAITS,
+        mode: Mode | None = Mode.DISAGGREGATED,
+        **changes,
+    ) -> Client:
+        """`mode` None: that of the settings."""
         params = sampling(max_tokens, **changes)
-        client = Client(self.dispatcher, tuple(prompt), params, self.clock.now, traits)
+        client = Client(self.dispatcher, tuple(prompt), params, self.clock.now, traits, mode)
         await self.settle()
         return client
 

@@ -16,6 +16,7 @@ from gateway.app import create_app
 from gateway.backend import ClusterStatus, TokenDelta, Traits, UnavailableError
 from gateway.limits import HttpSettings
 from gateway.metrics import Metrics
+from gateway.modes import Mode
 from gateway.tokenizer import Tokenizer
 from kvtransfer.messages import EndReason, SamplingParams
 
@@ -88,11 +89,13 @@ class ScriptedBackend:
     arrivals: list[float] = field(default_factory=list)
     traits: list[Traits] = field(default_factory=list)
     num_resets: int = 0
+    goes: Mode | None = None  # where it says that requests go
+    impossible: tuple[Mode, ...] = ()
     num_open: int = 0
     num_cut: int = 0
 
-    def status(self) -> ClusterStatus:
-        ready = not self.reasons
+    def status(self, mode: Mode | None = None) -> ClusterStatus:
+        ready = not self.reasons and mode not in self.impossible
         return ClusterStatus(ready, self.reasons, self.max_model_len if ready else None)
 
     def reset_prefix_cache(self) -> None:
@@ -101,12 +104,20 @@ class ScriptedBackend:
         self.num_resets += 1
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, traits: Traits, *, arrived_at: float
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        traits: Traits,
+        *,
+        arrived_at: float,
+        note_mode: Callable[[Mode], None] | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         prompt = tuple(prompt_token_ids)
         self.calls.append((prompt, sampling))
         self.traits.append(traits)
         self.arrivals.append(arrived_at)
+        if self.goes is not None and note_mode is not None:
+            note_mode(self.goes)
         self.num_open += 1
         is_whole = False
         try:

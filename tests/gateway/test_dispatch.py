@@ -19,6 +19,7 @@ from gateway.cluster import ClusterSettings
 from gateway.dispatch import DispatchSettings
 from gateway.failover import FailoverSettings
 from gateway.merge import InconsistentOutputError
+from gateway.modes import Mode
 from gateway.observer import KvHandover, Phases
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.messages import (
@@ -474,7 +475,7 @@ async def test_a_client_that_leaves_cancels_on_both_workers(first_token):
 @in_loop
 async def test_an_iterator_that_is_dropped_cancels_too():
     async with world(*BOTH) as it:
-        stream = it.dispatcher.generate((1, 2), sampling(), Traits(), arrived_at=100.0)
+        stream = it.dispatcher.generate((1, 2), sampling(), Traits(mode=Mode.DISAGGREGATED), arrived_at=100.0)
         waiting = asyncio.ensure_future(anext(stream))
         await it.settle()
         await it.reserve(it.spec("prefill-0", PrefillRequest))

@@ -1,5 +1,5 @@
 """Any order of outputs, cancels, failures and deaths: each request ends once, its tokens have no gap or repeat over all
-of its attempts, both workers of each attempt have ended it or were told to, nothing fails without a cause, whoever can
+of its attempts, all workers of each attempt have ended it or were told to, nothing fails without a cause, whoever can
 go on does, and the books are empty.
 
 A walk plays two workers of each role, and clients; its seed replays it. (Drawn at random and not by Hypothesis: that
@@ -19,10 +19,13 @@ from gateway.backend import InvalidRequestError, OverloadedError, RequestFailedE
 from gateway.cluster import ClusterSettings
 from gateway.dispatch import DispatchSettings
 from gateway.failover import FailoverSettings, RetryReason
+from gateway.modes import Mode, ModeRules
 from kvtransfer.errors import MessageError
 from kvtransfer.messages import Cancel, DecodeRequest, EndReason, Goodbye, PrefillRequest, RequestSpec
 from tests.gateway.cluster_world import RESERVED, Client, World
 
+LOCAL_THRESHOLD = 6
+"""Between a prompt alone and one with some output: in auto mode both ways are taken."""
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 STREAM_LIMIT = 6
 FIRST_TOKEN_TIMEOUT_S = 20
@@ -52,7 +55,7 @@ class Try:
     """An attempt as the machine knows it."""
 
     spec: RequestSpec
-    prefill: Part
+    prefill: Part | None
     decode: Part | None = None
     finish: tuple[EndReason, int] | None = None  # of a worker that finished it: reason and number of tokens
     lost_at: float | None = None  # a worker that it needed has ended it with a fault, or was lost
@@ -64,7 +67,7 @@ class Try:
 
     @property
     def parts(self) -> list[Part]:
-        return [self.prefill] if self.decode is None else [self.prefill, self.decode]
+        return [part for part in (self.prefill, self.decode) if part is not None]
 
     @property
     def knows_first(self) -> bool:
@@ -75,7 +78,7 @@ class Try:
         return self.finish is not None and self.knows_first
 
     def needs(self, part: Part) -> bool:
-        """Not once decode runs and the first token is known."""
+        """Prefill not, once decode runs and the first token is known."""
         decode_has_all = self.decode is not None and self.decode.next_index > self.base + 1 and self.knows_first
         return part is self.decode or not decode_has_all
 
@@ -92,6 +95,7 @@ class Asked:
     number: int
     client: Client
     request_id: str
+    mode: Mode
     asked_at: float
     tries: list[Try] = field(default_factory=list)
     left: bool = False
@@ -146,6 +150,7 @@ class Walk:
             first_token_timeout_s=FIRST_TOKEN_TIMEOUT_S,
             tick_s=3600,
             failover=FailoverSettings(self.max_retries, FAILOVER_TIMEOUT_S),
+            modes=ModeRules(local_threshold=LOCAL_THRESHOLD),
         )
         self.world = World(ClusterSettings(), bounds)
         self.running = self.loop.create_task(self.world.dispatcher.run(self.world.control))
@@ -192,25 +197,32 @@ class Walk:
         new, self.num_seen = self.world.control.sent[self.num_seen :], len(self.world.control.sent)
         for worker_id, message in new:
             if isinstance(message, PrefillRequest):
-                self._on_attempt(message.request, worker_id)
+                self._on_attempt(message.request, Mode.DISAGGREGATED).prefill = self._part(worker_id, message.request)
+            elif isinstance(message, DecodeRequest) and message.source is None:
+                self._on_attempt(message.request, Mode.LOCAL).decode = self._part(worker_id, message.request)
             elif isinstance(message, DecodeRequest):
                 tried = self._asked(message.request).last
                 assert message.request == tried.spec
-                tried.decode = Part(worker_id, self._generation(worker_id), tried.base + 1)
+                tried.decode = self._part(worker_id, message.request, behind=1)
         for asked in self.asked:
             self._note_the_dead(asked)
 
     def _asked(self, spec: RequestSpec) -> Asked:
         return next(asked for asked in self.asked if asked.request_id == spec.request_id)
 
-    def _on_attempt(self, spec: RequestSpec, worker_id: str) -> None:
+    def _part(self, worker_id: str, spec: RequestSpec, behind: int = 0) -> Part:
+        return Part(worker_id, self._generation(worker_id), len(spec.output_token_ids) + behind)
+
+    def _on_attempt(self, spec: RequestSpec, mode: Mode) -> Try:
         asked = self._asked(spec)
+        assert asked.mode in (mode, Mode.AUTO), f"{asked.mode} was asked for"
         self._note_the_dead(asked)
         assert spec.attempt == len(asked.tries)
         assert spec.attempt == 0 or asked.last.lost_at is not None, "an attempt was given up without a cause"
         assert list(spec.output_token_ids) == asked.tokens(0, len(spec.output_token_ids))
         assert len(spec.output_token_ids) >= len(asked.client.tokens), "the client would get a token again"
-        asked.tries.append(Try(spec, Part(worker_id, self._generation(worker_id), len(spec.output_token_ids))))
+        asked.tries.append(Try(spec, None))
+        return asked.last
 
     def _note_the_dead(self, asked: Asked) -> None:
         for tried in asked.tries[-1:]:
@@ -228,15 +240,17 @@ class Walk:
     def ask(self, max_tokens: int | None = None) -> None:
         max_tokens = max_tokens or self.random.choice([1, 2, 6, 12])
         num_sent = len(self.world.control.sent)
-        client = self.do(self.world.ask(max_tokens=max_tokens))
-        sent = self.world.control.sent[num_sent:]
-        prefill = [message for _, message in sent if isinstance(message, PrefillRequest) if not message.request.attempt]
-        if not prefill:
+        mode = self.random.choice(list(Mode))
+        client = self.do(self.world.ask(max_tokens=max_tokens, mode=mode))
+        sent = [message for _, message in self.world.control.sent[num_sent:]]
+        sent = [message for message in sent if isinstance(message, PrefillRequest | DecodeRequest)]
+        sent = [message for message in sent if not message.request.attempt]
+        if not sent:
             assert client.error is not None
             return
-        [message] = prefill
-        assert (message.target is None) == (max_tokens == 1)
-        self.asked.append(Asked(len(self.asked), client, message.request.request_id, self.now))
+        if isinstance(sent[0], PrefillRequest):
+            assert (sent[0].target is None) == (max_tokens == 1)
+        self.asked.append(Asked(len(self.asked), client, sent[0].request.request_id, mode, self.now))
 
     def _say(self, asked: Asked, tried: Try, part: Part, start: int, stop: int, end: EndReason | None) -> None:
         """A worker speaks, whether or not anybody listens: a Cancel may be on its way."""
@@ -247,7 +261,7 @@ class Walk:
             part.num_excused += 1
         part.next_index = max(part.next_index, stop)
         part.knows_first = part.knows_first or start <= tried.base < stop
-        if part.next_index - tried.base > STREAM_LIMIT and not tried.knows_first:
+        if tried.prefill is not None and part.next_index - tried.base > STREAM_LIMIT and not tried.knows_first:
             asked.was_too_early = True
         part.ended = end is not None
         if end in FAULTS:
@@ -259,14 +273,14 @@ class Walk:
         asked, tried = self._pick()
         if tried.finish is not None and tried.finish[1] == tried.base + 1:
             return
-        if self.random.random() < 0.4 and not tried.prefill.ended:
-            self._work_as_prefill(asked, tried, is_last=self.random.random() < 0.1)
+        if self.random.random() < 0.4 and tried.prefill is not None and not tried.prefill.ended:
+            self._work_as_prefill(asked, tried, tried.prefill, is_last=self.random.random() < 0.1)
         elif tried.decode is not None and not tried.decode.ended:
             self._work_as_decode(asked, tried, tried.decode, self.random.randint(0, 3), self.random.randint(0, 2))
 
-    def _work_as_prefill(self, asked: Asked, tried: Try, is_last: bool) -> None:
+    def _work_as_prefill(self, asked: Asked, tried: Try, part: Part, is_last: bool) -> None:
         """The first token, alone or with the end of the request; later the hand-over."""
-        base, part = tried.base, tried.prefill
+        base = tried.base
         if part.next_index == base + 1:
             self._say(asked, tried, part, base + 1, base + 1, EndReason.HANDED_OVER)
         elif tried.decode is None:
@@ -441,17 +455,19 @@ def test_any_order(seed):
 
 def test_walks_reach_what_they_are_for():
     """A control of the walk itself: over a few seeds all kinds of end happen, good ends among them."""
-    ends, retries, num_resumed = set(), set(), 0
+    ends, modes, retries, num_resumed = set(), set(), set(), 0
     for seed in range(48):
         walk = Walk(seed)
         for _ in range(60):
             walk.step()
         outcomes = walk.world.recorder.outcomes
         ends |= {outcome.finish or type(outcome.error) for outcome in outcomes}
+        modes |= {(outcome.mode, outcome.phases.retry_s is None) for outcome in outcomes if outcome.finish is not None}
         retries |= set(walk.world.recorder.retries)
         num_resumed += sum(outcome.finish is not None and outcome.phases.retry_s is not None for outcome in outcomes)
         walk.close()
     kinds = {EndReason.STOP, EndReason.LENGTH, RequestFailedError, OverloadedError, InvalidRequestError, type(None)}
     assert kinds - ends == set()
+    assert modes == {(mode, is_first) for mode in (Mode.LOCAL, Mode.DISAGGREGATED) for is_first in (True, False)}
     assert retries == set(RetryReason)
     assert num_resumed >= 5, "requests that finish behind a lost attempt"

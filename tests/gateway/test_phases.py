@@ -69,7 +69,39 @@ def test_behind_a_missing_reading_nothing_is_known():
     assert Phases.of(0.5, 3.0, {}, DECODE_READINGS, is_finished=True) == Phases(dispatch_s=0.5)
 
 
+LOCAL_READINGS = {
+    LifetimeEvent.RECEIVED: 0.0,
+    LifetimeEvent.RESERVED: 0.125,
+    LifetimeEvent.RUNNING: 0.25,
+    LifetimeEvent.FIRST_TOKEN: 1.0,
+    LifetimeEvent.ENDED: 2.25,
+}
+
+
+def test_what_decode_computes_alone_has_phases_by_its_own_readings():
+    phases = Phases.of(0.5, 3.0, None, LOCAL_READINGS, is_finished=True)
+    assert phases == Phases(dispatch_s=0.5, queue_s=0.25, prefill_s=0.75, decode_s=1.25, delivery_s=0.25)
+    assert sum_of(phases) == 3.0
+    again = Phases.of(0.5, 10.0, None, LOCAL_READINGS, is_finished=True, retry_s=7.0)
+    assert asdict(again) == asdict(phases) | {"retry_s": 7.0}
+
+
+def test_a_local_request_that_is_cut_short_has_the_phases_that_are_known():
+    readings = {event: LOCAL_READINGS[event] for event in (LifetimeEvent.RECEIVED, LifetimeEvent.RUNNING)}
+    assert Phases.of(0.0, 3.0, None, readings, is_finished=False) == Phases(dispatch_s=0.0, queue_s=0.25)
+    assert Phases.of(0.0, 3.0, None, {}, is_finished=False) == Phases(dispatch_s=0.0)
+
+
 MOMENTS = st.floats(0, 100)
+
+
+@given(sent=MOMENTS, retry=MOMENTS, life=MOMENTS, readings=st.tuples(*[MOMENTS] * 3))
+def test_local_phases_add_up_too(sent, retry, life, readings):
+    events = (LifetimeEvent.RUNNING, LifetimeEvent.FIRST_TOKEN, LifetimeEvent.ENDED)
+    end = sent + retry + life
+    phases = Phases.of(sent, end, None, dict(zip(events, readings, strict=True)), is_finished=True, retry_s=retry)
+    assert min(seconds for seconds in asdict(phases).values() if seconds is not None) >= 0.0
+    assert sum_of(phases) == pytest.approx(end)
 
 
 @given(sent=MOMENTS, retry=MOMENTS, life=MOMENTS, prefill=st.tuples(MOMENTS, MOMENTS), decode=st.tuples(*[MOMENTS] * 5))

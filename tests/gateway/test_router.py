@@ -124,3 +124,36 @@ def test_the_book_forgets_what_is_discarded():
     book.discard("a", "r1")
     book.discard("b", "r2")
     assert book.entries == frozenset()
+
+
+# --- who holds the prompt's beginning ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("usage", "held", "chosen"),
+    [
+        ((0.0, 0.0), (0, 0), "decode-0"),
+        ((0.0, 0.0), (16, 32), "decode-1"),
+        ((0.0, 0.0), (32, 32), "decode-0"),
+        ((0.3, 0.35), (0, 16), "decode-1"),
+        ((0.3, 0.45), (0, 1600), "decode-0"),
+        ((0.35, 0.3), (0, 0), "decode-1"),
+    ],
+)
+def test_of_workers_about_as_good_the_one_that_holds_most_of_the_prompt_is_taken(usage, held, chosen):
+    decode = [worker(f"decode-{index}", usage=usage[index]) for index in range(2)]
+    counts = {f"decode-{index}": held[index] for index in range(2)}
+    route = choose(ONE_P, decode, InFlightBook(), num_held=lambda one: counts[one.worker_id])
+    assert route.decode.worker_id == chosen
+
+
+def test_a_suspect_is_not_taken_for_what_it_holds():
+    route = choose(None, TWO_D, InFlightBook(), {("decode-0", "g1")}, lambda one: 100 * (one.worker_id == "decode-0"))
+    assert route.decode.worker_id == "decode-1"
+
+
+def test_decode_alone_needs_no_prefill_worker():
+    route = choose(None, TWO_D, InFlightBook())
+    assert (route.prefill, route.decode.worker_id) == (None, "decode-0")
+    assert route.workers == (TWO_D[0],)
+    assert route.num_suspects({("decode-0", "g1"), ("prefill-0", "g1")}) == 1

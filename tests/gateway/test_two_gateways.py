@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from gateway.cluster import Cluster, ClusterSettings
 from gateway.dispatch import Dispatcher, DispatchSettings
+from gateway.modes import Mode
 from kvtransfer.channel import ControlServer, endpoint_port
 from kvtransfer.control import FromGateway, GatewayLinks, GatewayLost, LinkTiming
 from kvtransfer.mailbox import Mailbox
@@ -89,7 +90,7 @@ class Gateway:
         self.running = asyncio.create_task(self.dispatcher.run(self.server))
 
     async def ready(self) -> None:
-        await eventually(lambda: self.dispatcher.status().ready)
+        await eventually(lambda: self.dispatcher.status(Mode.DISAGGREGATED).ready)
 
     def ask(self, number: int, max_tokens: int = 4) -> Client:
         return Client(self.dispatcher, (number,), sampling(max_tokens), arrived_at=time.monotonic())

@@ -70,6 +70,17 @@ FROM_WORKER = (
     Hello(
         PROTOCOL_VERSION, Role.DECODE, "decode-0", "g2", FINGERPRINT, LAYOUT, Limits(10, 2, 64), "tcp://127.0.0.1:9", 3
     ),
+    Hello(
+        PROTOCOL_VERSION,
+        Role.DECODE,
+        "decode-0",
+        "g2",
+        FINGERPRINT,
+        LAYOUT,
+        Limits(10, 2, 64),
+        "tcp://127.0.0.1:9",
+        shares_prefixes=False,
+    ),
     Heartbeat("g2", 4, 5, Load(1, 2, 0.5, 3, 4, 0.25, 5, 6, 7, 8, KvTraffic(1, 2, 3, 4, 5, 6)), draining=True),
     StepOutput("g2", 4, (OUTPUT, RequestOutput("q", 1, 0))),
     Goodbye("g2", "because"),

@@ -31,6 +31,7 @@ DIRECTIONS = {
 CASES = [(decode, message) for decode, messages in DIRECTIONS.items() for message in messages]
 HAVE_DEFAULTS = {
     ("Hello", "introduction"),
+    ("Hello", "shares_prefixes"),
     ("Heartbeat", "draining"),
     ("PrefillRequest", "sequence"),
     ("DecodeRequest", "sequence"),
@@ -42,7 +43,7 @@ HAVE_DEFAULTS = {
     *((kind, name) for kind in ("KvOffer", "KvFirstToken") for name in ("sent_bytes", "num_resends")),
     *(("KvHeader", name) for name in ("sent_bytes", "resend", "checksum")),
 }
-HEARTBEAT = FROM_WORKER[1]
+HEARTBEAT = FROM_WORKER[2]
 PREFILL_REQUEST = FROM_GATEWAY[4]
 
 

@@ -205,7 +205,10 @@ def test_configs_are_frozen():
         (PrefillConfig, {"gateway": ("tcp://a:99999",)}, "tcp://HOST:PORT"),
         (PrefillConfig, {"gateway": ("tcp://a:1", "tcp://a:1")}, "twice"),
         (PrefillConfig, {"heartbeat_interval_s": 5.0}, "longer than"),
-        (ServeConfig, {"prefill": 0}, "at least 1"),
+        (ServeConfig, {"prefill": -1}, "at least 0"),
+        (ServeConfig, {"decode": 0}, "at least 1"),
+        (ServeConfig, {"prefill": 0, "default_mode": "disaggregated"}, "needs a prefill worker"),
+        (GatewayConfig, {"default_mode": "remote"}, "one of"),
     ],
 )
 def test_contradictions(config_class, values, words):

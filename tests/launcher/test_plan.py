@@ -135,3 +135,19 @@ def test_the_callers_environment_is_untouched():
     before = dict(os.environ)
     planned(ServeConfig(api_key="k"), gpus=("0",), environ=os.environ)
     assert dict(os.environ) == before
+
+
+def test_where_prompts_are_computed_is_passed_on():
+    gateway = planned()["gateway"][0]
+    assert (gateway.default_mode, gateway.local_prefill_threshold) == ("auto", 64)
+    config = ServeConfig(default_mode="disaggregated", local_prefill_threshold=5)
+    gateway = planned(config)["gateway"][0]
+    assert (gateway.default_mode, gateway.local_prefill_threshold) == ("disaggregated", 5)
+
+
+@pytest.mark.parametrize("default_mode", ["auto", "local"])
+def test_without_prefill_workers_all_is_local(default_mode):
+    children = planned(ServeConfig(prefill=0, decode=2, default_mode=default_mode))
+    assert list(children) == ["gateway", "decode-0", "decode-1"]
+    assert children["gateway"][0].default_mode == "local"
+    assert children["decode-0"][0].cpu_threads == 4

@@ -12,9 +12,12 @@ import time
 import pytest
 
 from launcher.cli import main
+from launcher.config import ServeConfig
 from launcher.errors import LaunchError, PortUnavailableError
+from launcher.plan import Machine
 from launcher.ports import dial_host, usable_port
 from launcher.probe import GatewayProbe, _texts, has_chat_template
+from launcher.serve import _probe
 from tests.launcher.children import is_running, wait_for
 
 SERVE = """
@@ -174,6 +177,13 @@ def test_probe_without_a_gateway():
     assert probe.health() == (False, "the gateway does not answer yet")
     with pytest.raises(LaunchError, match="refused"):
         list(probe.sample())
+
+
+@pytest.mark.parametrize(("prefill", "path"), [(1, "/health?mode=disaggregated"), (0, "/health")])
+def test_ready_means_that_all_roles_are_there(prefill, path, tmp_path):
+    """Without the question for the mode, decode alone would be enough, and prefill might still be loading."""
+    machine = Machine(cores=1, gpus=(), http_port=8123, control_port=9123)
+    assert _probe(ServeConfig(prefill=prefill), machine, tmp_path).health_path == path
 
 
 def test_sample_error_is_told():
