@@ -11,11 +11,11 @@ SIZES = ([3], [3, 0, 5], [5, zmq.COPY_THRESHOLD - 1, zmq.COPY_THRESHOLD], [1 << 
 
 
 @contextlib.contextmanager
-def pair(hwm=100):
+def pair(hwm=100, receive_hwm=None):
     context = zmq.Context()
     left, right = (context.socket(zmq.PAIR) for _ in range(2))
-    for socket in (left, right):
-        configure(socket, Bounds(hwm, 1 << 21))
+    configure(left, Bounds(hwm, 1 << 21))
+    configure(right, Bounds(receive_hwm or hwm, 1 << 21))
     right.connect(f"tcp://127.0.0.1:{left.bind_to_random_port('tcp://127.0.0.1')}")
     try:
         assert left.poll(5000, zmq.POLLOUT), "not connected"
@@ -68,10 +68,10 @@ def test_a_full_queue_takes_nothing_of_a_message():
 
 def test_large_frames_are_not_copied():
     """What is still queued shows a later change: that is why a sender's memory must stay as it is until it is gone."""
-    with pair() as (left, right):
+    with pair(receive_hwm=1) as (left, right):
         blocker = memoryview(bytearray(1 << 21))
         large, small = bytearray(zmq.COPY_THRESHOLD), bytearray(16)
-        for _ in range(20):  # more than the kernel takes while nobody reads
+        for _ in range(20):  # 40 MiB: more than the kernel takes while nobody reads
             assert send_now(left, [blocker])
         assert send_now(left, [memoryview(large), memoryview(small)])
         large[:], small[:] = b"x" * len(large), b"y" * len(small)
