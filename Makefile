@@ -5,11 +5,11 @@ VENV := .venv
 INSTALLED := $(VENV)/.installed
 # Extra flags for `make serve` and `make test`, as in: make serve ARGS='--port 9000'
 ARGS ?=
-# The server that `make bench-mixed` measures.
+# The server that `make bench-mixed` and `make bench-handoff` measure.
 URL ?= http://127.0.0.1:8000
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check kernels-aot bench-step bench-mixed bench-transfer venv fetch-model clean bench-kernels
+.PHONY: help serve test check kernels-aot bench-step bench-mixed bench-handoff bench-transfer venv fetch-model clean bench-kernels
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
@@ -34,6 +34,9 @@ bench-step: $(INSTALLED) fetch-model  ## Time engine steps on this CPU against t
 
 bench-mixed: $(INSTALLED)  ## Time streams with and without long prompts: make bench-mixed URL=http://127.0.0.1:8000
 	$(VENV)/bin/python -m experiments.mixed_load --url $(URL) $(ARGS)
+
+bench-handoff: $(INSTALLED)  ## Time the hand-over of a request that is alone: make bench-handoff URL=http://127.0.0.1:8000
+	$(VENV)/bin/python -m experiments.handoff --url $(URL) $(ARGS)
 
 bench-transfer: $(INSTALLED)  ## Time the KV transfer over loopback against bare sockets
 	$(VENV)/bin/python -m experiments.transfer_bench $(ARGS)

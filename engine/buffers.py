@@ -6,7 +6,7 @@ import torch
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor, flat; copied to the host first if it is on a GPU. No copy on a CPU."""
     assert tensor.is_contiguous(), tensor.stride()
-    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
+    return tensor.detach().cpu().view(torch.uint8).numpy().reshape(-1).data
 
 
 def from_bytes(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -5,12 +5,14 @@
 `gather` and `splice` speak tokens, layers and heads, so two pools with different block sizes can exchange KV.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Final
 
 import torch
 
 from engine.batch import slots_of
+from engine.block_pool import blocks_for
 from engine.errors import CapacityError
 from kernels.face import Kernels, KvScales
 from kvtransfer.messages import KvLayout
@@ -18,6 +20,8 @@ from kvtransfer.messages import KvLayout
 GIB = 1 << 30
 FLOAT8: Final = "float8_e4m3fn"
 """The dtype of a pool that keeps numbers in one byte, with scales."""
+SLOTS_KEPT: Final = 64
+"""Token ranges whose slots are remembered: pieces of several requests take turns within a layer."""
 
 
 def bytes_per_block(layout: KvLayout) -> int:
@@ -73,6 +77,7 @@ class KvCache:
                 f"{device} has no {wanted:.2f} GiB for {num_blocks} KV blocks: "
                 "lower --kv-cache-gib (CPU) or --gpu-memory-utilization (GPU)"
             ) from error
+        self._slots_of = functools.lru_cache(SLOTS_KEPT)(self._make_slots)
         # Made once: taking views of a tensor costs microseconds, and a step needs all of them.
         self._layers = [(layer[0], layer[1]) for layer in self._pool]
 
@@ -137,6 +142,12 @@ class KvCache:
         self._kernels.splice_kv(*self.layer(layer), slots, key, value, head_start)
 
     def _slots(self, block_ids: Sequence[int], start: int, stop: int) -> torch.Tensor:
-        room = len(block_ids) * self.block_size
+        """The same tokens move layer after layer, so their slots are kept: they cost more than the copy of a few."""
+        size = self.block_size
+        room = len(block_ids) * size
         assert 0 <= start < stop <= room, f"tokens [{start}, {stop}) of a request with blocks for {room}"
-        return slots_of(block_ids, start, stop, self.block_size).to(self.device)
+        first = start // size
+        return self._slots_of(tuple(block_ids[first : blocks_for(stop, size)]), start - first * size, stop - start)
+
+    def _make_slots(self, block_ids: tuple[int, ...], start: int, num_tokens: int) -> torch.Tensor:
+        return slots_of(block_ids, start, start + num_tokens, self.block_size).to(self.device)

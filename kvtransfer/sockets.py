@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import zmq
 
@@ -12,6 +12,10 @@ from kvtransfer.curve import OVERHEAD_BYTES, CurveKeys, be_server
 from kvtransfer.errors import SettingsError
 
 Frames = list[zmq.Frame]
+
+# Plain numbers: pyzmq's flags are enums, and to join two of them takes longer than to send a small frame.
+_NOW: Final = int(zmq.NOBLOCK)
+_NOW_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 @dataclass(frozen=True)
@@ -71,14 +75,24 @@ def endpoint_port(endpoint: str) -> int:
 
 
 def receive_now(socket: "zmq.Socket[bytes]") -> Frames | None:
+    """The next message at hand. A loop of our own, because pyzmq's asks the socket once a frame whether more follow."""
     try:
-        return socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        frame = socket.recv(_NOW, copy=False)
     except zmq.Again:
         return None
+    frames = [frame]
+    while frame.more:  # a message is here as a whole or not at all
+        frame = socket.recv(_NOW, copy=False)
+        frames.append(frame)
+    return frames
 
 
 def send_now(socket: "zmq.Socket[bytes]", frames: Sequence[bytes | memoryview]) -> bool:
+    """Queues a message; False if it can't be taken now. Large frames, which must be flat, go without a copy."""
+    last = len(frames) - 1
     with contextlib.suppress(zmq.ZMQError):
-        socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        for index, frame in enumerate(frames):
+            # The queue refuses a message at its first frame: behind that one, the others are taken.
+            socket.send(frame, _NOW if index == last else _NOW_MORE, copy=len(frame) < zmq.COPY_THRESHOLD)
         return True
     return False

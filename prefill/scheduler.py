@@ -16,6 +16,9 @@ A step's token budget is shared so that nobody starves and short prompts do not 
 
     |<- a quarter for the oldest ->|<- the rest: shortest remaining prompt first ------------>|
     0                                                                         max_num_batched_tokens
+
+A prompt's first token comes at the end of the step that completes it, so such a step is filled only up to the half
+with prompts that are longer than a whole step.
 """
 
 from collections.abc import Sequence
@@ -31,6 +34,9 @@ from kvtransfer.outgoing import TransferEnded, TransferOutcome, TransferTimes
 
 OLDEST_SHARE = 4
 """The oldest request gets at least 1/OLDEST_SHARE of each step's budget."""
+COMPLETING_SHARE = 2
+"""A step that completes a prompt is filled with parts of long ones up to 1/COMPLETING_SHARE of the budget. Smaller
+steps would give first tokens sooner, but leave a GPU idle."""
 
 
 @dataclass(frozen=True)
@@ -200,9 +206,13 @@ def share_budget(running: Sequence[Request], budget: int) -> list[ScheduledRow]:
     oldest = running[0]
     reserved = min(oldest.num_uncomputed, max(1, budget // OLDEST_SHARE))
     counts = {oldest.key: reserved}
-    left = budget - reserved
+    left, completes = budget - reserved, False
     for request in sorted(running, key=lambda request: request.num_uncomputed):
-        count = min(request.num_uncomputed - counts.get(request.key, 0), left)
+        missing = request.num_uncomputed - counts.get(request.key, 0)
+        if completes and request.num_uncomputed > budget:
+            left = min(left, max(0, budget // COMPLETING_SHARE - (budget - left)))
+        count = min(missing, left)
+        completes = completes or count == missing
         counts[request.key] = counts.get(request.key, 0) + count
         left -= count
     return [

@@ -63,6 +63,7 @@ PURE_FILES = (
     "kvtransfer/send_machine.py",
     "kvtransfer/stream.py",
     "engine/stopping.py",
+    "experiments/handoff_summary.py",
     "experiments/kernel_work.py",
     "engine/admission.py",
     "prefill/scheduler.py",

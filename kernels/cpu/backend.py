@@ -194,8 +194,9 @@ class CpuKernels:
 
     def _gather(self, pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         assert pool.is_contiguous(), pool.stride()
-        out = torch.empty(len(slots), *pool.shape[2:], dtype=pool.dtype)
-        self._library.gather(pool.data_ptr(), slots.data_ptr(), out.data_ptr(), len(slots), _token_bytes(pool))
+        count = slots.shape[0]  # len() of a tensor takes longer than to copy a token
+        out = pool.new_empty((count, pool.shape[2], pool.shape[3]))
+        self._library.gather(pool.data_ptr(), slots.data_ptr(), out.data_ptr(), count, _token_bytes(pool))
         return out
 
     def splice_kv(
@@ -216,7 +217,7 @@ class CpuKernels:
         check_layout(source.dtype, pool)
         head_bytes = pool.shape[3] * pool.element_size()
         self._library.splice(
-            pool.data_ptr(), slots.data_ptr(), source.data_ptr(), len(slots), _token_bytes(pool),
+            pool.data_ptr(), slots.data_ptr(), source.data_ptr(), slots.shape[0], _token_bytes(pool),
             head_start * head_bytes, source.shape[1] * head_bytes,
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from engine.buffers import as_bytes, from_bytes
 from engine.errors import CapacityError
-from engine.kv_cache import FLOAT8, KvCache, bytes_per_block
+from engine.kv_cache import FLOAT8, SLOTS_KEPT, KvCache, bytes_per_block
 from engine.kv_scales import unit_scales
 from kernels.reference import ReferenceKernels
 from kvtransfer.messages import KvLayout
@@ -127,3 +127,32 @@ def test_memory_that_the_device_does_not_have_is_a_capacity_error():
     layout = KvLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_size=16)
     with pytest.raises(CapacityError, match=r"cpu has no .* GiB"):
         KvCache(layout, (1 << 60) // bytes_per_block(layout), ReferenceKernels(), CPU)
+
+
+def test_slots_are_those_of_the_blocks_that_a_request_has_now():
+    """They are remembered, and a request's list of blocks is changed in place."""
+    cache, block_ids = make_cache(block_size=2, num_blocks=8), [5, 1]
+    for block in range(8):
+        key = torch.full((2, 3, 4), float(block))
+        cache.splice(0, [block], 0, 2, key, key)
+    assert firsts(cache.gather(0, block_ids, 1, 4)) == [5, 1, 1]
+    block_ids[:] = [7, 0, 3]
+    assert firsts(cache.gather(0, block_ids, 1, 4)) == [7, 0, 0]
+    assert firsts(cache.gather(0, block_ids, 1, 6)) == [7, 0, 0, 3, 3]
+    assert firsts(cache.gather(0, block_ids, 3, 6)) == [0, 3, 3]
+    assert firsts(cache.gather(0, [7, 0, 3, 2], 3, 6)) == [0, 3, 3]
+
+
+def test_more_ranges_than_are_remembered():
+    cache = make_cache(block_size=1, num_blocks=2 * SLOTS_KEPT)
+    key = torch.arange(float(2 * SLOTS_KEPT)).view(-1, 1, 1).expand(-1, 3, 4).contiguous()
+    cache.splice(0, range(2 * SLOTS_KEPT), 0, 2 * SLOTS_KEPT, key, key)
+    for _ in range(2):
+        assert [firsts(cache.gather(0, [block], 0, 1)) for block in range(2 * SLOTS_KEPT)] == [
+            [block] for block in range(2 * SLOTS_KEPT)
+        ]
+
+
+def firsts(gathered: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
+    """The first number of each token's K."""
+    return gathered[0][:, 0, 0].tolist()

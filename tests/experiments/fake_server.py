@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 GONE = (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError)
@@ -19,7 +20,9 @@ class FakeServer:
     status: int = 200
     breaks_after: int | None = None  # chunks, then the connection just closes
     error_after: int | None = None  # chunks, then an error event
+    metrics: Sequence[str] = ()  # what /metrics says, one call after another; there is none if empty
     bodies: list = field(default_factory=list)
+    num_scrapes: int = 0
 
     @contextlib.contextmanager
     def running(self):
@@ -63,6 +66,10 @@ class FakeServer:
         elif path == "/tokenize":
             tokens = list(range(len(body["prompt"].split())))
             self._write(writer, 200 if self.has_tokenize else 404, {"tokens": tokens})
+        elif path == "/metrics":
+            text = self.metrics[self.num_scrapes] if self.metrics else ""
+            self.num_scrapes += 1
+            self._write_bytes(writer, 200 if self.metrics else 404, text.encode())
         elif not body.get("stream"):
             self._write(writer, self.status, {"usage": {"prompt_tokens": count(body["prompt"])}})
         else:
@@ -90,7 +97,10 @@ class FakeServer:
 
     @staticmethod
     def _write(writer, status, payload) -> None:
-        data = json.dumps(payload).encode()
+        FakeServer._write_bytes(writer, status, json.dumps(payload).encode())
+
+    @staticmethod
+    def _write_bytes(writer, status, data) -> None:
         writer.write(b"HTTP/1.1 %d X\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % (status, len(data)) + data)
 
 

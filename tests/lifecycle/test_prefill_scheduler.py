@@ -5,7 +5,7 @@ import pytest
 from engine.request import IllegalMoveError, Request, RequestState
 from kvtransfer.messages import MAX_TEXT_CHARS, EndReason, LifetimeEvent
 from kvtransfer.outgoing import TransferEnded, TransferOutcome, TransferTimes
-from prefill.scheduler import AbortTransfer, SendFirstToken, share_budget
+from prefill.scheduler import COMPLETING_SHARE, AbortTransfer, SendFirstToken, share_budget
 from tests.kvtransfer.samples import spec
 from tests.lifecycle.makers import EOS, Prefill, commands_of, outputs_of
 
@@ -88,10 +88,15 @@ def running(*lengths, computed=0):
         ([20], 8, [8]),
         ([3, 3], 8, [3, 3]),
         ([20, 20], 8, [8, 0]),  # equal: the older first
-        ([100, 4], 8, [4, 4]),  # a quarter for the oldest, then the shortest, then the oldest again
+        ([100, 4], 8, [2, 4]),  # a quarter for the oldest, then the shortest, which is not kept waiting for more
+        ([100, 1], 8, [3, 1]),  # a step that completes a prompt is filled up to the half
+        ([4, 100], 8, [4, 0]),
+        ([3, 100], 16, [3, 5]),
+        ([3, 13], 16, [3, 13]),  # what can be completed is
+        ([3, 16], 16, [3, 13]),  # and so is the next one a step later, if all of it fits a step
+        ([3, 17], 16, [3, 5]),
         ([100, 8], 8, [2, 6]),
         ([100, 9, 8], 8, [2, 0, 6]),
-        ([4, 100], 8, [4, 4]),
         ([100, 1, 1, 1, 1, 1, 1, 1], 8, [2, 1, 1, 1, 1, 1, 1, 0]),
         ([100, 1], 1, [1, 0]),  # a budget of one goes to the oldest: nobody starves
         ([1, 1, 1], 8, [1, 1, 1]),
@@ -100,7 +105,9 @@ def running(*lengths, computed=0):
 def test_how_a_budget_is_shared(lengths, budget, counts):
     rows = {row.request.key[0]: row.count for row in share_budget(running(*lengths), budget)}
     assert [rows.get(f"r{index}", 0) for index in range(len(lengths))] == counts
-    assert sum(counts) == min(budget, sum(lengths)), "no token of the budget is left while there is work"
+    completes = any(count == length for count, length in zip(counts, lengths, strict=True))
+    least = budget // COMPLETING_SHARE if completes else budget
+    assert sum(counts) >= min(least, sum(lengths)), "the budget is left while there is work"
 
 
 def test_rows_start_where_the_last_ones_ended():
@@ -122,6 +129,16 @@ def test_a_short_prompt_overtakes_a_long_one():
         pass
     world.ended("long")
     world.check_all_is_empty()
+
+
+def test_a_short_prompt_does_not_wait_for_a_whole_chunk_of_a_long_one():
+    """Its step ends after half of the budget; the long one then has all of the budget again."""
+    world = Prefill(max_num_batched_tokens=8)
+    world.add("long", 40)
+    assert world.step() == {"long": (0, 8)}
+    world.add("short", 1)
+    assert world.step() == {"long": (8, 11), "short": (0, 1)}
+    assert world.step() == {"long": (11, 19)}
 
 
 def test_the_oldest_gets_on_whatever_comes_behind_it():
