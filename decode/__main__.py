@@ -16,6 +16,7 @@ from kvtransfer.addresses import endpoint
 from kvtransfer.channel import ControlClient, KvListener, endpoint_port
 from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.curve import CurveKeys, load_keys
+from kvtransfer.faults import witness_of
 from kvtransfer.intake import KvSink
 from kvtransfer.logs import configure_logging
 from kvtransfer.mailbox import Mailbox
@@ -74,7 +75,8 @@ def build(config: DecodeConfig, engine: Engine, listener: KvListener, keys: Curv
     timing = LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s)
     links = GatewayLinks(hello, config.gateway, timing, inbox, config.max_waiting, dial)
     stop_on_signals(inbox)
-    return Worker(DecodeRole(engine, scheduler, receiver), links, inbox, config.shutdown_timeout_s)
+    role = DecodeRole(engine, scheduler, receiver, witness=witness_of(config.fault))
+    return Worker(role, links, inbox, config.shutdown_timeout_s)
 
 
 def _sink(engine: Engine, scheduler: DecodeScheduler) -> KvSink:

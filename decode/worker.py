@@ -20,9 +20,10 @@ from engine.kv_cache import dtype_named
 from engine.request import ScheduledRow
 from engine.role import EngineRole
 from engine.wire_fp8 import dequantise
+from kvtransfer.faults import Witness, unwatched
 from kvtransfer.incoming import KvOffered, ReceptionEnded
 from kvtransfer.layout import FP8, KvBody
-from kvtransfer.messages import DecodeRequest, KvHeader, KvTraffic, RequestKey, RequestMessage
+from kvtransfer.messages import DecodeRequest, KvHeader, KvTraffic, LifetimeEvent, RequestKey, RequestMessage
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.worker import TransferEvent
 
@@ -41,6 +42,7 @@ class PoolSink:
         """Copies K and V, each [tokens, heads, head_dim], into the request's own blocks."""
         job = self._scheduler.find(key)
         assert job is not None, f"{key} was freed while its KV was being written"
+        job.witness(key, LifetimeEvent.FIRST_FRAME)  # the scheduler hears of it when all is here
         shape = (header.stop - header.start, header.head_stop - header.head_start, self._kv_cache.layout.head_dim)
         if header.dtype == FP8:
             k, v = (dequantise(part, shape, self._dtype) for part in (body.k, body.v))
@@ -63,8 +65,9 @@ class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
         scheduler: DecodeScheduler,
         receiver: KvReceiver,
         clock: Callable[[], float] = time.monotonic,
+        witness: Witness = unwatched,
     ) -> None:
-        super().__init__(engine, scheduler, holds_output=True, clock=clock)
+        super().__init__(engine, scheduler, holds_output=True, clock=clock, witness=witness)
         self._scheduler = scheduler
         self._receiver = receiver
 
@@ -84,7 +87,8 @@ class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
         if self._can_serve(gateway, message.request):
             source = message.source
             peer = None if source is None else (source.worker_id, source.generation)
-            self._scheduler.add(DecodeJob(spec=message.request, gateway=gateway, peer=peer), now)
+            job = DecodeJob(spec=message.request, gateway=gateway, peer=peer, witness=self._witness)
+            self._scheduler.add(job, now)
 
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         match event:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from engine.request_book import QueueRules
 from kvtransfer.addresses import check_endpoint
 from kvtransfer.errors import SettingsError
+from kvtransfer.faults import FaultPlan
 from kvtransfer.messages import NAME_PATTERN
 from kvtransfer.settings import Settings, setting
 
@@ -139,6 +140,13 @@ class EngineConfig(Settings):
         10.0, "Seconds that running requests get to end after SIGTERM.", group="timing", ge=0, le=3600
     )
     log_level: str = setting("info", "How much to log.", group="process", choices=("debug", "info", "warning", "error"))
+    fault: str | None = setting(
+        None,
+        "For tests: fail on purpose (kill, stop, die, die-kv, die-control) when the N-th request reaches an event of "
+        "its life, as in kill@spliced:2.",
+        group="process",
+        metavar="ACTION@EVENT:N",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,6 +160,8 @@ class EngineConfig(Settings):
             raise SettingsError("--worker-id takes 1 to 128 letters, digits and _.:-")
         if self.curve_name is not None and self.curve_dir is None:
             raise SettingsError("--curve-name names a key in --curve-dir, which is missing")
+        if self.fault is not None:
+            FaultPlan.parse(self.fault)
         if self.gateway_dead_after_s <= self.heartbeat_interval_s:
             raise SettingsError("--gateway-dead-after-s must be longer than --heartbeat-interval-s")
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvtransfer.faults import Witness, unwatched
 from kvtransfer.messages import LifetimeEvent, RequestKey, RequestOutput, RequestSpec, SamplingParams
 
 
@@ -66,7 +67,7 @@ class Request:
     `gateway` is the name of the gateway that owns it; `events` holds clock readings in seconds (monotonic). `lent`: a
     transfer's thread may touch its blocks, so they can't be freed before the transfer has ended. `num_cached`: tokens
     whose KV was in the pool already when it last got its blocks. `arrival`: its number among all that came to this
-    worker.
+    worker. `witness` is told of each event.
     """
 
     spec: RequestSpec
@@ -79,6 +80,7 @@ class Request:
     arrival: int = 0
     events: dict[LifetimeEvent, float] = field(default_factory=dict)
     lent: bool = False
+    witness: Witness = unwatched
 
     def __post_init__(self) -> None:
         self.output_token_ids = list(self.spec.output_token_ids)
@@ -136,7 +138,9 @@ class Request:
 
     def record(self, event: LifetimeEvent, now: float) -> None:
         """Notes the first time that `event` happened."""
-        self.events.setdefault(event, now)
+        if event not in self.events:
+            self.events[event] = now
+            self.witness(self.key, event)
 
 
 @dataclass(frozen=True)

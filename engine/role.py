@@ -12,6 +12,7 @@ from engine.assembly import Engine
 from engine.errors import RejectedError
 from engine.request import ScheduledRow
 from engine.request_book import Command, Job, RequestBook
+from kvtransfer.faults import Witness, unwatched
 from kvtransfer.messages import Cancel, EndReason, KvTraffic, Load, RequestEnd, RequestOutput, RequestSpec
 
 
@@ -19,6 +20,7 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
     """Admission, steps, cancellation, outputs and load; what to compute and how KV moves is the subclass's.
 
     `holds_output`: whether the KV of output tokens stays in this worker's pool. `clock` gives seconds, monotonic.
+    `witness` is told of each event of each request.
     """
 
     def __init__(
@@ -28,11 +30,13 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
         *,
         holds_output: bool,
         clock: Callable[[], float] = time.monotonic,
+        witness: Witness = unwatched,
     ) -> None:
         self._engine = engine
         self._book = book
         self._holds_output = holds_output
         self._clock = clock
+        self._witness = witness
         self._refusals: list[tuple[str, RequestOutput]] = []
 
     def is_empty(self) -> bool:

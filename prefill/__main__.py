@@ -11,6 +11,7 @@ from engine.startup import failures_in_one_line
 from kvtransfer.channel import ControlClient
 from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.curve import CurveKeys, load_keys
+from kvtransfer.faults import witness_of
 from kvtransfer.frames import FrameOptions
 from kvtransfer.layout import FP8
 from kvtransfer.logs import configure_logging
@@ -63,7 +64,8 @@ def build(config: PrefillConfig, engine: Engine, keys: CurveKeys | None) -> Work
     timing = LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s)
     links = GatewayLinks(hello, config.gateway, timing, inbox, config.max_waiting, dial)
     stop_on_signals(inbox)
-    role = PrefillRole(engine, scheduler, sender, mark_layer=staged.mark_layer if staged else None)
+    mark_layer = staged.mark_layer if staged else None
+    role = PrefillRole(engine, scheduler, sender, mark_layer=mark_layer, witness=witness_of(config.fault))
     return Worker(role, links, inbox, config.shutdown_timeout_s)
 
 

@@ -16,6 +16,7 @@ from engine.buffers import as_bytes
 from engine.request import ScheduledRow
 from engine.role import EngineRole
 from engine.wire_fp8 import quantise
+from kvtransfer.faults import Witness, unwatched
 from kvtransfer.layout import FP8, KvBody
 from kvtransfer.messages import KvTraffic, PrefillRequest, RequestKey, RequestMessage
 from kvtransfer.outgoing import Piece, TransferEnded
@@ -61,9 +62,10 @@ class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
         sender: KvSender,
         clock: Callable[[], float] = time.monotonic,
         mark_layer: Callable[[int], None] | None = None,
+        witness: Witness = unwatched,
     ) -> None:
         """`mark_layer` is told of each layer of each step, before the sender is."""
-        super().__init__(engine, scheduler, holds_output=False, clock=clock)
+        super().__init__(engine, scheduler, holds_output=False, clock=clock, witness=witness)
         self._mark_layer = mark_layer
         self._scheduler = scheduler
         self._sender = sender
@@ -82,7 +84,8 @@ class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
             logger.error("gateway %s sent a %s to a prefill worker", gateway, type(message).__name__)
             return
         if self._can_serve(gateway, message.request):
-            self._scheduler.add(PrefillJob(spec=message.request, gateway=gateway, target=message.target), now)
+            job = PrefillJob(spec=message.request, gateway=gateway, target=message.target, witness=self._witness)
+            self._scheduler.add(job, now)
 
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         assert isinstance(event, TransferEnded), event

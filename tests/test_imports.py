@@ -24,6 +24,7 @@ ALLOWED = {
         "kernels",
         "kvtransfer.addresses",
         "kvtransfer.errors",
+        "kvtransfer.faults",
         "kvtransfer.messages",
         "kvtransfer.settings",
     ),

@@ -12,6 +12,7 @@ from engine.buffers import as_bytes
 from engine.kv_cache import KvCache
 from engine.request_book import QueueRules
 from kernels.reference import ReferenceKernels
+from kvtransfer.faults import unwatched
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.layout import KvBody
 from kvtransfer.messages import (
@@ -21,6 +22,7 @@ from kvtransfer.messages import (
     KvHeader,
     KvLayout,
     KvTraffic,
+    LifetimeEvent,
     PrefillRequest,
     PrefillSource,
 )
@@ -104,7 +106,7 @@ def test_spliced_bytes_are_the_tokens_in_order_and_touch_nothing_else(block_size
     block_ids = list(reversed(range(16)))[: -(-10 // block_size)]
     key, value = tensors(getattr(torch, dtype))
     engine.kv_cache.fill(7.0)
-    jobs = {KEY: SimpleNamespace(block_ids=block_ids)}
+    jobs = {KEY: SimpleNamespace(block_ids=block_ids, witness=unwatched)}
     sink = PoolSink(engine, SimpleNamespace(find=jobs.get))
     for layer in range(NUM_LAYERS):
         for start, stop in [(0, 1), (1, 6), (6, 10)]:
@@ -121,7 +123,7 @@ def test_spliced_bytes_are_the_tokens_in_order_and_touch_nothing_else(block_size
 def test_some_heads_of_a_token_can_be_spliced():
     engine = engine_with()
     key, value = tensors(torch.float32)
-    sink = PoolSink(engine, SimpleNamespace(find={KEY: SimpleNamespace(block_ids=[3, 1, 2])}.get))
+    sink = PoolSink(engine, SimpleNamespace(find={KEY: SimpleNamespace(block_ids=[3, 1, 2], witness=unwatched)}.get))
     for heads in ((1, 2), (0, 1)):
         sink.splice(KEY, *frame(0, 0, 10, key, value, heads))
     k, v = engine.kv_cache.gather(0, [3, 1, 2], 0, 10)
@@ -195,3 +197,20 @@ def test_a_request_for_the_other_role_is_logged_and_dropped(role, caplog):
 def test_an_event_of_the_other_role_is_our_own_bug(role):
     with pytest.raises(AssertionError):
         role.on_transfer(TransferEnded(KEY, TransferOutcome.DONE), 0.0)
+
+
+def test_the_witness_hears_of_the_first_frame_when_it_comes():
+    engine, told = engine_with(), []
+    scheduler = DecodeScheduler(engine.pool, QueueRules(8), DecodeLimits(8, 4, 64, 10.0, 100.0), frozenset({1}))
+    role = DecodeRole(
+        engine, scheduler, RecordingReceiver(), clock=lambda: 0.0, witness=lambda key, event: told.append(event)
+    )
+    role.add("gw", DecodeRequest(spec("r", 10), PrefillSource(*PEER)), 0.0)
+    role.on_transfer(KvOffered(KEY), 0.0)
+    PoolSink(engine, scheduler).splice(KEY, *frame(0, 0, 1, *tensors(torch.float32)))
+    assert told == [
+        LifetimeEvent.RECEIVED,
+        LifetimeEvent.OFFERED,
+        LifetimeEvent.RESERVED,
+        LifetimeEvent.FIRST_FRAME,
+    ]

@@ -83,3 +83,14 @@ def test_a_row_samples_at_the_last_known_token(start, count, samples):
 
 def test_requests_are_compared_by_identity():
     assert request() != request()
+
+
+def test_the_witness_is_told_of_each_event_once():
+    told: list = []
+    watched = request()
+    watched.witness = lambda *what: told.append(what)
+    for moment in (1.0, 2.0):
+        watched.record(LifetimeEvent.RECEIVED, moment)
+    watched.record(LifetimeEvent.RUNNING, 3.0)
+    assert told == [(watched.key, LifetimeEvent.RECEIVED), (watched.key, LifetimeEvent.RUNNING)]
+    assert watched.events[LifetimeEvent.RECEIVED] == 1.0

@@ -16,6 +16,7 @@ from kvtransfer.messages import (
     EndReason,
     KvLayout,
     KvTraffic,
+    LifetimeEvent,
     Load,
     PrefillRequest,
     PrefillSource,
@@ -181,3 +182,18 @@ def test_a_request_for_the_other_role_is_logged_and_dropped(role, caplog):
 def test_an_event_of_the_other_role_is_our_own_bug(role):
     with pytest.raises(AssertionError):
         role.on_transfer(ReceptionEnded(KEY, ReceptionOutcome.CLOSED), 0.0)
+
+
+def test_the_witness_hears_of_a_requests_life():
+    engine, told = engine_with(), []
+    role = PrefillRole(
+        engine,
+        scheduler_of(engine),
+        RecordingSender(),
+        clock=lambda: 1.0,
+        witness=lambda key, event: told.append((key, event)),
+    )
+    role.add("gw", PrefillRequest(spec("r", 8), None), 0.0)
+    assert role.step()
+    events = LifetimeEvent.RECEIVED, LifetimeEvent.SCHEDULED, LifetimeEvent.FIRST_TOKEN, LifetimeEvent.ENDED
+    assert told == [(KEY, event) for event in events]
