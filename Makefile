@@ -9,7 +9,7 @@ ARGS ?=
 URL ?= http://127.0.0.1:8000
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check kernels-aot bench-step bench-mixed bench-handoff bench-transfer venv fetch-model clean bench-kernels
+.PHONY: help serve test check kernels-aot bench-step bench-mixed bench-handoff bench-transfer faults venv fetch-model clean bench-kernels
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
@@ -43,6 +43,9 @@ bench-transfer: $(INSTALLED)  ## Time the KV transfer over loopback against bare
 
 bench-kernels: $(INSTALLED)  ## Time each kernel on a GPU against its floor; ARGS='--device cpu' for the CPU's kernels
 	$(VENV)/bin/python -m experiments.kernel_bench $(ARGS)
+
+faults: $(INSTALLED)  ## Break each process at each moment of a request's life; prints the table of docs/faults.md
+	$(VENV)/bin/python -m tests.e2e.faults_table $(ARGS)
 
 venv: $(INSTALLED)  ## Make .venv with pinned dependencies
 

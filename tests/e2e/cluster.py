@@ -65,12 +65,12 @@ class Cluster:
         self[role].send(number)
         if number is signal.SIGKILL:
             assert self[role].wait(5.0) == -signal.SIGKILL
-            self._retire(role)
+            self.retire(role)
 
     def stop(self, role: str) -> None:
         """SIGTERM to one role; fails unless it ends well and in time."""
         self[role].stop()
-        self._retire(role)
+        self.retire(role)
 
     def restart(self, role: str) -> None:
         """A new process in the place of one that has ended."""
@@ -95,7 +95,9 @@ class Cluster:
     def logs(self) -> str:
         return "\n".join(process.tail() for process in [*self._ended, *self._processes.values()])
 
-    def _retire(self, role: str) -> None:
+    def retire(self, role: str) -> None:
+        """Forgets a process that has ended, but for its log."""
+        assert self[role].exit_code is not None, f"{role} still runs"
         self._ended.append(self._processes.pop(role))
 
     def _flags_of(self, role: str) -> list[str]:

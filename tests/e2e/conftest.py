@@ -3,7 +3,21 @@
 import pytest
 
 from tests.e2e.cluster import Cluster, ClusterFlags, running_cluster
+from tests.e2e.fault_run import FaultRow, markdown
 from tests.tiny_models import save_tiny_model
+
+FAULT_ROWS: pytest.StashKey[list[FaultRow]] = pytest.StashKey()
+
+
+def pytest_configure(config):
+    config.stash[FAULT_ROWS] = []
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """What each fault has cost, where the whole run is summed up."""
+    if rows := config.stash[FAULT_ROWS]:
+        terminalreporter.section("faults")
+        terminalreporter.write_line(markdown(rows))
 
 
 @pytest.fixture(scope="session")
