@@ -123,12 +123,15 @@ class ParkedOffer:
     abort_reason: str | None = None
 
 
+_Offers = dict[HeadRange, ParkedOffer]
+
+
 class IncomingBook:
     """All receptions of one decode worker, offers that wait for one, and how the latest ones ended."""
 
     def __init__(self) -> None:
         self._transfers: dict[RequestKey, IncomingTransfer] = {}
-        self._parked: OrderedDict[tuple[RequestKey, PeerId], dict[HeadRange, ParkedOffer]] = OrderedDict()
+        self._parked: dict[PeerId, dict[RequestKey, _Offers]] = {}  # each peer's, oldest first
         self._ended: OrderedDict[RequestKey, ReceptionOutcome] = OrderedDict()
 
     def __len__(self) -> int:
@@ -141,7 +144,7 @@ class IncomingBook:
         """Adds a reception; returns the offers that have come for it already."""
         assert transfer.key not in self._transfers, transfer.key
         self._transfers[transfer.key] = transfer
-        return list(self._parked.pop((transfer.key, transfer.peer), {}).values())
+        return list(self._unpark(transfer.key, transfer.peer).values())
 
     def find(self, key: RequestKey, peer: PeerId) -> IncomingTransfer | None:
         """The open reception `key` if it is `peer`'s to fill."""
@@ -151,15 +154,30 @@ class IncomingBook:
     def get(self, key: RequestKey) -> IncomingTransfer | None:
         return self._transfers.get(key)
 
+    @property
+    def num_parked(self) -> int:
+        """Requests that offers wait for, counted once for each peer that offers."""
+        return sum(len(parked) for parked in self._parked.values())
+
     def park(self, key: RequestKey, offer: ParkedOffer) -> list[tuple[RequestKey, ParkedOffer]]:
         """Keeps an offer until its request comes, one for each range of heads: a worker that dials anew replaces its
-        own. If there are too many, the oldest go and are returned."""
-        self._parked.setdefault((key, offer.peer), {})[offer.heads] = offer
-        self._parked.move_to_end((key, offer.peer))
-        if len(self._parked) <= MAX_PARKED_OFFERS:
+        own. If there are too many, the oldest of whoever has most of them go and are returned: a peer that floods
+        makes room for the others."""
+        offers = self._unpark(key, offer.peer)
+        offers[offer.heads] = offer
+        self._parked.setdefault(offer.peer, {})[key] = offers
+        if self.num_parked <= MAX_PARKED_OFFERS:
             return []
-        (evicted_key, _), evicted = self._parked.popitem(last=False)
-        return [(evicted_key, offer) for offer in evicted.values()]
+        greediest = max(self._parked, key=lambda peer: len(self._parked[peer]))
+        evicted_key = next(iter(self._parked[greediest]))
+        return [(evicted_key, evicted) for evicted in self._unpark(evicted_key, greediest).values()]
+
+    def _unpark(self, key: RequestKey, peer: PeerId) -> _Offers:
+        parked = self._parked.get(peer, {})
+        offers = parked.pop(key, {})
+        if not parked:
+            self._parked.pop(peer, None)
+        return offers
 
     def ended(self, key: RequestKey) -> ReceptionOutcome | None:
         """How `key` ended, if it did so lately."""
@@ -176,9 +194,10 @@ class IncomingBook:
 
     def silent_since(self, moment: float) -> list[IncomingTransfer]:
         """Receptions of which one link has said nothing since `moment`; stale parked offers are forgotten."""
-        for name, offers in list(self._parked.items()):
+        parked = [(key, peer, offers) for peer, by_key in self._parked.items() for key, offers in by_key.items()]
+        for key, peer, offers in parked:
             if all(offer.seen_at < moment for offer in offers.values()):
-                del self._parked[name]
+                self._unpark(key, peer)
         return [
             transfer
             for transfer in self._transfers.values()

@@ -128,6 +128,16 @@ def test_parked_offers_are_bounded_and_the_oldest_goes():
     assert book.open(transfer(("0", 0))) == [offer(seen_at=101.0)]
 
 
+def test_whoever_has_most_parked_offers_makes_room_for_the_others():
+    book = IncomingBook()
+    book.park(KEY, offer())
+    for number in range(MAX_PARKED_OFFERS - 1):
+        assert book.park((str(number), 0), offer(STRANGER)) == []
+    assert book.park(("more", 0), offer(STRANGER)) == [(("0", 0), offer(STRANGER))]
+    assert book.num_parked == MAX_PARKED_OFFERS
+    assert book.open(transfer(KEY)) == [offer()]
+
+
 def test_a_reception_ends_once_and_is_remembered():
     book = IncomingBook()
     incoming = transfer()

@@ -138,8 +138,10 @@ def test_a_full_queue_delays_and_loses_nothing():
             prefill.sender.open(key, target, 4)
         time.sleep(0.1)
         with running(DecodeSide(port=port)) as decode:
-            offered = decode.receiver._machine._book._parked
-            wait_until(lambda: {name for name, _ in list(offered)} == set(keys), seconds=3.0)
+            book = decode.receiver._machine._book
+            wait_until(lambda: book.num_parked == len(keys), seconds=3.0)
+            offered = book._parked[prefill.peer]
+            assert offered.keys() == set(keys)
             for key in keys:
                 prefill.sender.abort(key, "enough", tell_peer=True)
             for key in keys:

@@ -133,7 +133,7 @@ def test_a_worker_that_dials_anew_before_its_request_comes_has_offered_once():
         other = ShardPeer(decode, 1)
         for peer in (new, other):
             peer.send(KvOffer(*KEY, 1))
-        wait_until(lambda: len(decode.receiver._machine._book._parked[KEY, old.peer]) == 2)
+        wait_until(lambda: len(decode.receiver._machine._book._parked[old.peer][KEY]) == 2)
         decode.expect(KEY, old.peer, 1, first_token=1)
         for peer in (new, other):
             assert isinstance(peer.hear(), KvGrant)
