@@ -214,12 +214,17 @@ class GatewayLinks:
             end = RequestEnd(EndReason.OVERLOADED, "the worker's inbox is full")
             self._send(link, (RequestOutput(message.request.request_id, message.request.attempt, 0, end=end),))
             return
+        link.has_given = True
         self.inbox.put(FromGateway(link.endpoint, message))
 
     def _lose(self, link: GatewayLink, why: str) -> None:
+        """An engine that is busy hears of a loss only if it was given something since the one before: a gateway that
+        comes and goes must not fill its inbox."""
         logger.warning("gateway %s %s: cancelling its requests", link.endpoint, why)
         link.lose()
-        self.inbox.put(GatewayLost(link.endpoint))
+        if link.has_given or self.inbox.backlog < self.max_pending:
+            link.has_given = False
+            self.inbox.put(GatewayLost(link.endpoint))
 
     def _on_outgoing(self, item: _Outgoing | _Leave) -> None:
         if isinstance(item, _Outgoing):

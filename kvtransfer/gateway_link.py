@@ -40,7 +40,8 @@ class LinkState(Enum):
 
 @dataclass
 class GatewayLink:
-    """Where we are with one gateway, and the numbers of what was sent and taken since its Welcome."""
+    """Where we are with one gateway, and the numbers of what was sent and taken since its Welcome. `has_given`: the
+    engine was handed something of this gateway, and not told of a loss since."""
 
     endpoint: str
     state: LinkState = LinkState.GREETING
@@ -49,6 +50,7 @@ class GatewayLink:
     refusal: str = ""
     num_sent: int = 0
     num_taken: int = 0
+    has_given: bool = False
     heard_at: float = 0.0
     next_send: float = 0.0  # of a Hello or a Heartbeat
 
