@@ -9,7 +9,7 @@ ARGS ?=
 URL ?= http://127.0.0.1:8000
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check kernels-aot bench-step bench-mixed bench-handoff bench-transfer faults venv fetch-model clean bench-kernels
+.PHONY: help serve test check kernels-aot bench-step bench-mixed bench-handoff bench-transfer faults fuzz soak venv fetch-model clean bench-kernels
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
@@ -46,6 +46,9 @@ bench-kernels: $(INSTALLED)  ## Time each kernel on a GPU against its floor; ARG
 
 faults: $(INSTALLED)  ## Break each process at each moment of a request's life; prints the table of docs/faults.md
 	$(VENV)/bin/python -m tests.e2e.faults_table $(ARGS)
+
+fuzz: $(INSTALLED)  ## Look for messages that break something: other ones in each run; FUZZ_EXAMPLES=... a test
+	FUZZ_EXAMPLES=$(or $(FUZZ_EXAMPLES),3000) $(VENV)/bin/pytest -q tests/fuzz $(ARGS)
 
 venv: $(INSTALLED)  ## Make .venv with pinned dependencies
 
