@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 EXAMPLES = os.environ.get("FUZZ_EXAMPLES")
 QUICK = settings(
-    max_examples=int(EXAMPLES or 120),
+    max_examples=int(EXAMPLES or 250),
     derandomize=EXAMPLES is None,
     deadline=None,
     database=None,
