@@ -50,6 +50,9 @@ faults: $(INSTALLED)  ## Break each process at each moment of a request's life; 
 fuzz: $(INSTALLED)  ## Look for messages that break something: other ones in each run; FUZZ_EXAMPLES=... a test
 	FUZZ_EXAMPLES=$(or $(FUZZ_EXAMPLES),3000) $(VENV)/bin/pytest -q tests/fuzz $(ARGS)
 
+soak: $(INSTALLED)  ## Random load beside random deaths for SECONDS=600; counts errors, wrong tokens and leaked blocks
+	$(VENV)/bin/python -m tests.soak --seconds $(or $(SECONDS),600) $(ARGS)
+
 venv: $(INSTALLED)  ## Make .venv with pinned dependencies
 
 fetch-model: $(INSTALLED)  ## Download and convert the default model, once
