@@ -3,7 +3,7 @@
 import signal
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -185,11 +185,14 @@ def running_cluster(flags: ClusterFlags, folder: Path) -> Iterator[Cluster]:
         cluster.start_all()
         cluster.wait_ready()
         yield cluster
-    finally:
-        try:
+    except BaseException:
+        with suppress(AssertionError):  # what has failed first says more
             cluster.stop_all()
-        finally:
-            print(cluster.logs())  # pytest shows it for failed tests only
+        raise
+    else:
+        cluster.stop_all()
+    finally:
+        print(cluster.logs())  # pytest shows it for failed tests only
 
 
 def free_ports(count: int) -> list[int]:

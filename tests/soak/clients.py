@@ -14,13 +14,11 @@ RETRY_AFTER_S = 0.3
 
 
 class Clients:
-    """`count` threads over one set of calls with known answers. What they saw is in `kinds`, and details in `notes`."""
+    """`count` threads over `known` calls, each with its answer. What they saw: `kinds`, and the details of the rest."""
 
-    def __init__(
-        self, http: httpx.Client, calls: Sequence[Call], answers: Sequence[str], count: int, seed: int
-    ) -> None:
+    def __init__(self, http: httpx.Client, known: Sequence[tuple[Call, str]], count: int, seed: int) -> None:
         self._http = http
-        self._known = list(zip(calls, answers, strict=True))
+        self._known = known
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self.kinds: Counter[OutcomeKind] = Counter()
