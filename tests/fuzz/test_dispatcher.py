@@ -65,6 +65,8 @@ def test_no_sequence_of_messages_trips_the_gateway(steps):
 
 async def scenario(steps) -> None:
     async with world("prefill-0", "decode-0", cluster=LIMITS, settings=DEADLINES) as it:
+        # Liars say Hello twice; the fake would take the second Welcome for a new count, which no worker does.
+        it.control._without_number = lambda worker_id, message: message
         clients = []
         for name, whom, what in steps:
             await play(it, clients, name, whom, what)
