@@ -115,14 +115,24 @@ def await_fault(cluster: Cluster, case: FaultCase, within_s: float = HAPPENS_WIT
 def begin_fault(cluster: Cluster, case: FaultCase, streams: Sequence[Future[Outcome]]) -> tuple[float, int]:
     """When the process says that the fault begins, or the gateway gets its signal; and how many streams run then."""
     if case.event is not None:
-        process, what = cluster[case.role], f"{case} has begun"
-        wait_until(lambda: case.has_begun(process), within_s=HAPPENS_WITHIN_S, what=what)
-        return time.monotonic(), _num_running(streams)
+        return await_begin(cluster, case, streams)
     at_work = lambda: any(cluster.holds_blocks(role) for role in (PREFILL, DECODE))  # noqa: E731
     wait_until(at_work, within_s=HAPPENS_WITHIN_S, what="the load has arrived")
     happened_at, num_running = time.monotonic(), _num_running(streams)
     cluster[case.role].send(signal.SIGKILL if case.action is FaultAction.KILL else signal.SIGSTOP)
     return happened_at, num_running
+
+
+def await_begin(cluster: Cluster, case: FaultCase, streams: Sequence[Future[Outcome]]) -> tuple[float, int]:
+    """Counts before each look: a worker that dies with a last word ends its streams at once."""
+    process, running = cluster[case.role], [_num_running(streams)]
+
+    def has_begun() -> bool:
+        running.append(_num_running(streams))
+        return case.has_begun(process)
+
+    wait_until(has_begun, within_s=HAPPENS_WITHIN_S, what=f"{case} has begun")
+    return time.monotonic(), running[-2]
 
 
 def _num_running(streams: Sequence[Future[Outcome]]) -> int:

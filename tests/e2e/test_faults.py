@@ -6,9 +6,10 @@ from kvtransfer.faults import FaultAction
 from kvtransfer.messages import LifetimeEvent
 from tests.e2e.cluster import DECODE, GATEWAY, PREFILL, running_cluster
 from tests.e2e.conftest import FAULT_ROWS
-from tests.e2e.fault_cases import ALL_CASES, FaultCase, cases_of, events_recorded_in
+from tests.e2e.fault_cases import ALL_CASES, OUT_OF_REACH, FaultCase, cases_of, events_recorded_in
 from tests.e2e.fault_run import Expectations, await_fault, fault_flags, run_case
 from tests.e2e.load import OutcomeKind, concurrently
+from tests.e2e.processes import REPOSITORY
 
 CASES = [
     *cases_of(FaultAction.KILL),
@@ -33,6 +34,12 @@ def test_every_event_is_recorded_by_some_role_and_so_has_its_cases():
     assert events_recorded_in(PREFILL, DECODE, "engine") == set(LifetimeEvent)
     assert {case.event for case in ALL_CASES if case.event} == set(LifetimeEvent)
     assert len(ALL_CASES) == len({str(case) for case in ALL_CASES})
+
+
+def test_what_no_load_reaches_is_only_what_the_gateway_never_asks_for():
+    """As soon as it asks for it, the cases have to be played."""
+    assert {role for role, _ in OUT_OF_REACH} == {DECODE}
+    assert "PrefillSource(route" in (REPOSITORY / "gateway" / "dispatch.py").read_text()
 
 
 def test_without_a_fault_all_is_right_and_no_proof_is_found(faulty, expected):
