@@ -93,6 +93,7 @@ class ReceiveWorld:
         self.offered: list = []  # keys that the engine has to reserve for
         self.ends: dict = {}
         self.closed: set = set()
+        self.honest_spoke_at = self.now
         self.machine = ReceiveMachine(
             (FINGERPRINT, LAYOUT), "g2", self.pool, ReceiverLimits(128, LEASE), self._send, self._report
         )
@@ -184,6 +185,10 @@ class ReceiveWorld:
         self._speak(link_of(1 + link % 4), tree, bodies)
 
     def _speak(self, link: bytes, tree: Any, bodies: list[bytes] | None) -> None:
+        if link == link_of(HONEST):
+            if self.now - self.honest_spoke_at > LEASE:
+                self._hello(HONEST)  # a link that was idle for so long is dialled anew
+            self.honest_spoke_at = self.now
         message = decode_from_prefill.or_error([frame_of(tree)])
         body = None if bodies is None else KvBody(*(memoryview(part) for part in bodies))
         self.machine.on_message(link, message, body, self.now)
@@ -193,7 +198,8 @@ class ReceiveWorld:
         for _ in range(int(seconds)):
             self.now += 1.0
             for due in self.due:
-                if due.peer == HONEST and due.key in self.expected and not isinstance(due.left[:1], KvOffer):
+                is_open = due.left and not isinstance(due.left[0], KvOffer) and due.key not in self.ends
+                if due.peer == HONEST and is_open:
                     self._speak(link_of(HONEST), tree_of(KvOffer(*due.key, due.num_tokens)), None)
             self.machine.sweep(self.now)
 
