@@ -119,15 +119,18 @@ class ReceiveWorld:
         if event.key in self.offered:
             self.offered.remove(event.key)
         if event.key in self.pool.tables:
-            if event.outcome is ReceptionOutcome.ARRIVED and self._due_of(event.key).peer == HONEST:
+            if event.outcome is ReceptionOutcome.ARRIVED:
                 self._check_content(event.key)
             self.pool.free(event.key)
 
     def _check_content(self, key) -> None:
+        """A liar's KV may be anything, but none of it may be missing."""
+        is_honest = self._due_of(key).peer == HONEST
         for layer in range(LAYOUT.num_layers):
             for part in (0, 1):
                 for token in range(self.pool.num_tokens[key]):
-                    assert self.pool.read(key, layer, part, token) == content(key, layer, part, token)
+                    found = self.pool.read(key, layer, part, token)
+                    assert found == content(key, layer, part, token) if is_honest else found != POISON, (key, token)
 
     def _due_of(self, key) -> Due:
         return next(due for due in self.due if due.key == key)
@@ -182,7 +185,10 @@ class ReceiveWorld:
         if isinstance(tree, dict) and tree.get("worker_id") == f"prefill-{HONEST}":
             tree = {**tree, "worker_id": "prefill-1"}
         bodies = None if sizes is None else [b"\x5a" * size for size in sizes]
-        self._speak(link_of(1 + link % 4), tree, bodies)
+        liar = 1 + link % 4  # the last two have never introduced themselves
+        if liar < NUM_PEERS and self.machine._peers.heard_on(link_of(liar), self.now) is None:
+            self._hello(liar)  # it was thrown out for its last lie
+        self._speak(link_of(liar), tree, bodies)
 
     def _speak(self, link: bytes, tree: Any, bodies: list[bytes] | None) -> None:
         if link == link_of(HONEST):

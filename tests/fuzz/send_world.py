@@ -96,6 +96,8 @@ class SendWorld:
         assert event.key in self.opened, event
         assert event.key not in self.ends, f"twice: {event}"
         self.ends[event.key] = event.outcome
+        if event.outcome is TransferOutcome.DONE and self.opened[event.key] % NUM_PEERS == HONEST:
+            assert event.key in self.first_tokens, f"{event.key} was taken for done before it was sent"
         self.pool.free(event.key)
 
     def on_sent(self, peer: str, message, body) -> None:
@@ -180,6 +182,7 @@ class SendWorld:
         assert self.machine._peers.keys() == self.outlet.open
         assert len(self.machine._aborts) <= len(self.ends)
         for transfer in self.machine._book:
+            assert (transfer.first_token or 0) <= transfer.num_tokens, transfer
             if self.opened[transfer.key] % NUM_PEERS == HONEST:
                 assert transfer.in_flight_bytes <= WINDOW, transfer
 

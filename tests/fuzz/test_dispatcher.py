@@ -27,7 +27,7 @@ CHANGES = st.dictionaries(FIELDS, VALUES, max_size=1)
 OWN = st.builds(lambda message, changes: tree_of(message) | changes, st.sampled_from(IDENTITY), CHANGES)
 SAID = OWN | spoilt(st.sampled_from(FROM_WORKER)) | spoilt(st.sampled_from(FROM_GATEWAY)) | TREES
 TOKENS = st.lists(st.sampled_from([0, 1, 5, 99, 100, (1 << 31) - 1]), max_size=20)
-LIES = st.tuples(NUMBERS, TOKENS, st.none() | st.sampled_from(EndReason))
+LIES = st.tuples(st.sampled_from([0, 0, 1, 1]) | NUMBERS, TOKENS, st.none() | st.sampled_from(EndReason))
 STEPS = st.one_of(
     st.tuples(st.just("say"), st.sampled_from(LIARS), SAID),
     st.tuples(st.just("say"), st.sampled_from(LIARS), SAID),
@@ -72,8 +72,9 @@ async def scenario(steps) -> None:
             await play(it, clients, name, whom, what)
             check(it)
         await it.pass_time(25.0)
-        assert all(client.task.done() for client in clients), "a client is still waiting"
-        for client in clients:
+        assert all(client.task.done() for client, _ in clients), "a client is still waiting"
+        for client, max_tokens in clients:
+            assert len(client.tokens) <= max_tokens
             assert (client.finish is None) is not (client.error is None), "no end, or two"
         it.assert_empty()
 
@@ -88,7 +89,7 @@ async def play(it, clients, name, whom, what) -> None:
             await it.hear(whom, hello(whom))
             await it.hear(whom, beat())
         case "ask":
-            clients.append(await it.ask(max_tokens=whom))
+            clients.append((await it.ask(max_tokens=whom), whom))
         case "output":
             await lie(it, whom, *what)
         case "pass":
