@@ -25,7 +25,7 @@ from tests.e2e.processes import wait_until
 
 NUM_STREAMS = 6
 MAX_LOST = 0
-"""Streams that may end with an error when a worker dies: a request outlives its workers. With its gateway it may die."""
+"""Streams that may end with an error when a worker dies: a request outlives its workers, if not its gateway."""
 HAPPENS_WITHIN_S = 30.0
 RECOVERED_WITHIN_S = 60.0
 NOTICED_WITHIN_S = 10.0
@@ -83,7 +83,12 @@ class FaultRow:
 
     @property
     def num_lost(self) -> int:
-        return NUM_STREAMS - self.kinds.get(OutcomeKind.RIGHT, 0)
+        """Of those that were let in."""
+        return NUM_STREAMS - self.kinds.get(OutcomeKind.RIGHT, 0) - self.num_refused
+
+    @property
+    def num_refused(self) -> int:
+        return self.kinds.get(OutcomeKind.REFUSED, 0)
 
 
 def run_case(cluster: Cluster, case: FaultCase, expected: Expectations) -> FaultRow:
@@ -116,8 +121,11 @@ def begin_fault(cluster: Cluster, case: FaultCase, streams: Sequence[Future[Outc
     """When the process says that the fault begins, or the gateway gets its signal; and how many streams run then."""
     if case.event is not None:
         return await_begin(cluster, case, streams)
-    at_work = lambda: any(cluster.holds_blocks(role) for role in (PREFILL, DECODE))  # noqa: E731
-    wait_until(at_work, within_s=HAPPENS_WITHIN_S, what="the load has arrived")
+    wait_until(
+        lambda: cluster.holds_blocks(PREFILL) or cluster.holds_blocks(DECODE),
+        within_s=HAPPENS_WITHIN_S,
+        what="the load has arrived",
+    )
     happened_at, num_running = time.monotonic(), _num_running(streams)
     cluster[case.role].send(signal.SIGKILL if case.action is FaultAction.KILL else signal.SIGSTOP)
     return happened_at, num_running
@@ -152,26 +160,26 @@ def bring_back(cluster: Cluster, case: FaultCase) -> None:
 
 
 def check_outcomes(case: FaultCase, outcomes: Iterable[Outcome]) -> None:
-    """Each stream is right or has one error; only a gateway's death may cut connections."""
-    allowed = {OutcomeKind.RIGHT, OutcomeKind.ERROR}
+    """Each stream is right, or was refused at the door, or has one error; only a gateway's death may cut connections."""
+    allowed = {OutcomeKind.RIGHT, OutcomeKind.REFUSED, OutcomeKind.ERROR}
     if case.role == GATEWAY:
         allowed.add(OutcomeKind.CUT)
     unexpected = [outcome for outcome in outcomes if outcome.kind not in allowed]
     assert not unexpected, unexpected
-    lost = [outcome for outcome in outcomes if outcome.kind is not OutcomeKind.RIGHT]
+    lost = [outcome for outcome in outcomes if outcome.kind not in (OutcomeKind.RIGHT, OutcomeKind.REFUSED)]
     assert case.role == GATEWAY or len(lost) <= MAX_LOST, lost
 
 
 def markdown(rows: Iterable[FaultRow]) -> str:
     """One row a fault."""
     lines = [
-        "| role | fault | moment | streams running | lost | recovered after, s | slowest stream, s |",
-        "|---|---|---|---|---|---|---|",
+        "| role | fault | moment | streams running | lost | refused | recovered after, s | slowest stream, s |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         moment = "amid load" if row.case.event is None else row.case.event.value
         lines.append(
             f"| {row.case.role} | {row.case.action.value} | {moment} | {row.num_running} of {NUM_STREAMS} "
-            f"| {row.num_lost} | {row.recovered_s:.1f} | {row.slowest_s:.1f} |"
+            f"| {row.num_lost} | {row.num_refused} | {row.recovered_s:.1f} | {row.slowest_s:.1f} |"
         )
     return "\n".join(lines)

@@ -24,6 +24,7 @@ class OutcomeKind(Enum):
     """How a call has ended at its client."""
 
     RIGHT = "right"  # the undisturbed answer, complete
+    REFUSED = "refused"  # 503 at the door, at once: no worker of some role could take it
     ERROR = "error"  # one error, and before it nothing but the beginning of the undisturbed answer
     CUT = "cut"  # the connection broke: the gateway is gone. What came before is a beginning, too
     HUNG = "hung"  # nothing came for the client's patience
@@ -110,6 +111,7 @@ class _Listener:
         self._expected = expected
         self.text = ""
         self._errors: list[str] = []
+        self._is_refused = False
         self._num_done = 0
 
     @property
@@ -136,6 +138,7 @@ class _Listener:
     def _take_refusal(self, status: int, content: bytes) -> None:
         error = json.loads(content)["error"]
         self._errors.append(f"{status}: {error['message']}")
+        self._is_refused = status == 503 and "worker can take requests" in error["message"]
 
     def _take_event(self, data: str) -> None:
         if data == DONE:
@@ -151,7 +154,7 @@ class _Listener:
         if (self._num_done, self._errors, self.text) == (1, [], self._expected):
             return OutcomeKind.RIGHT, ""
         if self._num_done == 0 and len(self._errors) == 1 and self.is_beginning:
-            return OutcomeKind.ERROR, self._errors[0]
+            return OutcomeKind.REFUSED if self._is_refused else OutcomeKind.ERROR, self._errors[0]
         return OutcomeKind.WRONG, f"{self._num_done} ends, errors {self._errors}, text {self.text!r}"
 
 

@@ -84,6 +84,9 @@ class Troublemaker:
         """A killed worker is ready by its old life for a while, so its new one must have said that it is in."""
         process = self._cluster[role]
         if role != GATEWAY:
-            has_joined = lambda: "registered with gateway" in process.output()  # noqa: E731
-            wait_until(has_joined, within_s=RECOVERS_WITHIN_S, what=f"{role} has registered")
+            wait_until(
+                lambda: "registered with gateway" in process.output(),
+                within_s=RECOVERS_WITHIN_S,
+                what=f"{role} has registered",
+            )
         self._cluster.wait_ready(RECOVERS_WITHIN_S)

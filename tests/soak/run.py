@@ -102,6 +102,7 @@ def _leaked_blocks(cluster: Cluster, roles: Sequence[str], within_s: float = 15.
     held = 0.0
     for role in roles:
         blocks, free = (cluster.gauge(name, role=role, worker=f"{role}-0") for name in ("kv_blocks", "kv_free_blocks"))
-        assert blocks is not None and free is not None, f"{role} is not there"  # noqa: PT018
+        assert blocks is not None, f"{role} is not there"
+        assert free is not None, f"{role} is not there"
         held += blocks - free
     return int(held)

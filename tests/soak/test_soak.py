@@ -17,7 +17,6 @@ def test_a_minute_of_faults_leaks_no_block_and_gives_no_wrong_token(tmp_path):
     assert account.wrong == []
     assert account.requests["wrong"] == account.requests["hung"] == account.requests["cut"] == 0
     assert account.leaked_blocks == 0
-    refused = {text for text in account.errors if text.startswith("503: no ")}  # while a role is away, at the door
-    assert account.errors.keys() == refused, "a request was lost that had been let in"
+    assert account.requests["error"] == 0, "a request was lost that had been let in"
     assert sum(account.faults.values()) >= 2, "nothing happened"
     assert account.requests["right"] > 10 * NUM_CLIENTS, "hardly any load"
