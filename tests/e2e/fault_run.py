@@ -160,7 +160,7 @@ def bring_back(cluster: Cluster, case: FaultCase) -> None:
 
 
 def check_outcomes(case: FaultCase, outcomes: Iterable[Outcome]) -> None:
-    """Each stream is right, or was refused at the door, or has one error; only a gateway's death may cut connections."""
+    """Each stream is right, was refused at the door, or has one error; only a gateway's death may cut connections."""
     allowed = {OutcomeKind.RIGHT, OutcomeKind.REFUSED, OutcomeKind.ERROR}
     if case.role == GATEWAY:
         allowed.add(OutcomeKind.CUT)
