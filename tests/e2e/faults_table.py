@@ -44,7 +44,7 @@ def _play_until_failure(left: deque[FaultCase], rows: list[FaultRow], model: Pat
             except AssertionError as error:
                 print(f"{case}: FAILED: {error}", flush=True)
                 raise _CaseFailedError from error
-            print(f"{case}: {rows[-1].num_lost} lost, recovered after {rows[-1].recovered_s:.1f} s", flush=True)
+            print(markdown(rows).splitlines()[-1], flush=True)  # a run that is broken off has not been for nothing
 
 
 class _CaseFailedError(Exception):
