@@ -157,15 +157,15 @@ class SendWorld:
         if key not in self.pool.tables:
             return
         peer = self.peer_of(key)
-        self.machine.on_message(peer, KvWelcome("g2"))
-        self.machine.on_message(peer, KvGrant(*key, 0, WINDOW))
+        self.machine.on_message(peer, KvWelcome("g2"), self.now)
+        self.machine.on_message(peer, KvGrant(*key, 0, WINDOW), self.now)
         self.granted.add(key)
-        self.machine.on_message(peer, KvCredit(*key, self.arrived.get(key, 0)))
+        self.machine.on_message(peer, KvCredit(*key, self.arrived.get(key, 0)), self.now)
         if key in self.first_tokens:
-            self.machine.on_message(peer, KvDone(*key))
+            self.machine.on_message(peer, KvDone(*key), self.now)
 
     def _say(self, peer: int, tree: Any) -> None:
-        self.machine.on_message(f"decode-{1 + peer % 3}", decode_from_decode.or_error([frame_of(tree)]))
+        self.machine.on_message(f"decode-{1 + peer % 3}", decode_from_decode.or_error([frame_of(tree)]), self.now)
 
     def _full(self, peer: int, is_full: bool) -> None:
         (self.outlet.full.add if is_full else self.outlet.full.discard)(f"decode-{peer % NUM_PEERS}")

@@ -75,6 +75,6 @@ def test_the_steps_reach_deep_enough_to_mean_anything():
 
 
 def test_a_credit_for_more_than_was_sent_ends_that_workers_transfers_and_no_others():
-    credit = {"type": "KvCredit", "request_id": "r1", "attempt": 1, "spliced_bytes": 1}
+    credit = {"type": "KvCredit", "request_id": "r1", "attempt": 1, "settled_bytes": 1}
     ends = play([["open", 0], ["open", 1], ["say", 0, credit]]).ends
     assert {key[0]: outcome.value for key, outcome in ends.items()} == {"r0": "done", "r1": "failed"}
