@@ -13,8 +13,8 @@ from tests.e2e.processes import REPOSITORY, RoleProcess
 
 NTH = 3
 """The fault comes with the third request of six that reaches the event: some are past it, some before."""
-OUT_OF_REACH = frozenset({(DECODE, LifetimeEvent.FIRST_TOKEN)})
-"""Decode samples a first token where a gateway gives it a prompt without a prefill worker; ours does not yet."""
+LOCAL_ONLY = frozenset({(DECODE, LifetimeEvent.FIRST_TOKEN)})
+"""Reached only where decode computes the prompt itself; all others where it does not."""
 _RECORDS = re.compile(r"\brecord\(\s*LifetimeEvent\.(\w+)")
 _DEATH_NOTICES = {
     FaultAction.DIE: "this worker's engine failed",
@@ -39,6 +39,11 @@ class FaultCase:
     def flags(self) -> tuple[str, ...]:
         """What the role is started with."""
         return () if self.event is None else ("--fault", str(FaultPlan(self.action, self.event, NTH)))
+
+    @property
+    def mode(self) -> str:
+        """Where the prompts of its load are computed."""
+        return "local" if (self.role, self.event) in LOCAL_ONLY else "disaggregated"
 
     def has_begun(self, process: RoleProcess) -> bool:
         """Whether the process has logged what it is about to do to itself."""
@@ -68,8 +73,7 @@ def _recorded(path: Path) -> list[str]:
 def cases_of(action: FaultAction) -> list[FaultCase]:
     """One case for each role and event, in the order of a request's life; and one of the gateway for a signal."""
     recorded = {role: events_recorded_in(role, "engine") for role in (PREFILL, DECODE)}
-    reached = [(role, event) for role in recorded for event in LifetimeEvent if event in recorded[role]]
-    cases = [FaultCase(role, action, event) for role, event in reached if (role, event) not in OUT_OF_REACH]
+    cases = [FaultCase(role, action, event) for role in recorded for event in LifetimeEvent if event in recorded[role]]
     if action in (FaultAction.KILL, FaultAction.STOP):
         cases.append(FaultCase(GATEWAY, action, None))
     return cases

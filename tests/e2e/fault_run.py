@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvtransfer.faults import FaultAction
@@ -35,10 +35,10 @@ TINY_WORKERS = ("--dtype", "float32", "--kv-cache-gib", "0.05")
 
 
 def fault_flags(model: Path) -> ClusterFlags:
-    """Small chunks and a small window: a long prompt takes several steps and several credits."""
-    return ClusterFlags(
-        model, TINY_WORKERS, prefill=("--max-num-batched-tokens", "128"), decode=("--kv-window-mib", "1")
-    )
+    """Small chunks and a small window: a long prompt takes several steps and credits. Nothing is cached, so that
+    each request goes all the way."""
+    workers = (*TINY_WORKERS, "--no-enable-prefix-caching")
+    return ClusterFlags(model, workers, prefill=("--max-num-batched-tokens", "128"), decode=("--kv-window-mib", "1"))
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Expectations:
     @classmethod
     def ask(cls, cluster: Cluster) -> "Expectations":
         """Asks an undisturbed cluster."""
-        calls, probe = fault_load(), Call((20, 21, 22, 23), 8)
+        calls, probe = fault_load(), Call((20, 21, 22, 23), 8, mode="disaggregated")
         *answers, probe_answer = solo_answers(cluster.http, [*calls, probe])
         return cls(calls, tuple(answers), probe, probe_answer)
 
@@ -97,7 +97,8 @@ def run_case(cluster: Cluster, case: FaultCase, expected: Expectations) -> Fault
     cluster.start(case.role, *case.flags)
     cluster.wait_ready()
     cluster.wait_pools_empty()
-    with concurrently(cluster.http, expected.calls, expected.answers) as streams:
+    calls = [replace(call, mode=case.mode) for call in expected.calls]
+    with concurrently(cluster.http, calls, expected.answers) as streams:
         happened_at, num_running = begin_fault(cluster, case, streams)
         await_fault(cluster, case)
         bring_back(cluster, case)

@@ -45,12 +45,17 @@ def legible() -> Mapping[str, float]:
 
 @dataclass(frozen=True)
 class Call:
-    """A completion call; tokens do not depend on whether it is streamed."""
+    """A completion call; its tokens depend neither on streaming nor on where the prompt is computed (`mode`)."""
 
     prompt: tuple[int, ...]
     max_tokens: int
     is_streamed: bool = True
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    mode: str = "auto"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"X-KVSplice-Mode": self.mode}
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -120,7 +125,7 @@ class _Listener:
 
     def stream(self, http: httpx.Client, call: Call) -> None:
         body = body_of(list(call.prompt), stream=True, **call.fields)
-        with http.stream("POST", "/v1/completions", json=body) as response:
+        with http.stream("POST", "/v1/completions", json=body, headers=call.headers) as response:
             if response.status_code != 200:
                 self._take_refusal(response.status_code, response.read())
                 return
@@ -128,7 +133,8 @@ class _Listener:
                 self._take_event(data)
 
     def ask(self, http: httpx.Client, call: Call) -> None:
-        response = http.post("/v1/completions", json=body_of(list(call.prompt), **call.fields))
+        body = body_of(list(call.prompt), **call.fields)
+        response = http.post("/v1/completions", json=body, headers=call.headers)
         if response.status_code != 200:
             self._take_refusal(response.status_code, response.content)
             return

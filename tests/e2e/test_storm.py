@@ -59,7 +59,10 @@ def visitors(rng: random.Random) -> list[Visitor]:
 @pytest.fixture(scope="module")
 def stormy(tiny_model, tmp_path_factory):
     flags = ClusterFlags(
-        tiny_model, FLAGS, gateway=("--max-concurrent-requests", "512"), decode=("--kv-window-mib", "1")
+        tiny_model,
+        FLAGS,
+        gateway=("--max-concurrent-requests", "512", "--default-mode", "disaggregated"),
+        decode=("--kv-window-mib", "1"),
     )
     with running_cluster(flags, tmp_path_factory.mktemp("storm")) as running:
         yield running

@@ -1,5 +1,7 @@
 """A soak: random load with known answers, random faults beside it, and at the end the account.
 
+Modes are left to the gateway and prefixes are shared, as by default.
+
 1. On an undisturbed cluster each of NUM_CALLS random calls is made alone: its text is what it must be ever after.
 2. Clients make these calls at random, again and again; the troublemaker does its work.
 3. The faults end, the last calls are answered, and both pools must be empty.
@@ -14,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.e2e.cluster import DECODE, GATEWAY, PREFILL, Cluster, running_cluster
-from tests.e2e.fault_run import fault_flags
+from tests.e2e.cluster import DECODE, GATEWAY, PREFILL, Cluster, ClusterFlags, running_cluster
+from tests.e2e.fault_run import TINY_WORKERS
 from tests.e2e.load import OutcomeKind, random_call, solo_answers
 from tests.soak.clients import Clients
 from tests.soak.faults import Troublemaker
@@ -66,7 +68,7 @@ def soak(model: Path, folder: Path, seconds: float, seed: int) -> Account:
     rng = random.Random(seed)
     calls = [random_call(rng, max_prompt=1200, max_tokens=250) for _ in range(NUM_CALLS)]
     roles = (PREFILL, DECODE, GATEWAY) if seconds >= LONG_S else (PREFILL, DECODE)
-    with running_cluster(fault_flags(model), folder) as cluster:
+    with running_cluster(ClusterFlags(model, TINY_WORKERS), folder) as cluster:
         known = list(zip(calls, solo_answers(cluster.http, calls), strict=True))
         trouble = Troublemaker(cluster, roles, rng)
         start = time.monotonic()
