@@ -30,7 +30,7 @@ from kvtransfer.worker import Worker, WorkerEvent, stop_on_signals
 from launcher.default_model import resolve_model
 
 PROG = "kvsplice decode"
-DESCRIPTION = "Takes KV cache from prefill workers and generates, many requests in one continuous batch."
+DESCRIPTION = "Takes KV cache from prefill workers, or computes it, and generates in one continuous batch."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,6 +59,7 @@ def build(config: DecodeConfig, engine: Engine, listener: KvListener, keys: Curv
         max_num_seqs=config.max_num_seqs,
         max_model_len=engine.max_model_len,
         lease=config.room_wait_s,
+        queue_timeout=config.queue_timeout_s,
         # Prefill gives a request up itself, a lease earlier: its word says more.
         offer_timeout=config.queue_timeout_s + config.lease_s,
     )

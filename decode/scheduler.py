@@ -35,13 +35,15 @@ from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestKey
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """Tokens a step that are computed again, requests that hold blocks at once, tokens a request; seconds to wait for
-    room (`lease`), and for prefill's offer."""
+    """Tokens a step of prompts that are computed here, requests that hold blocks at once, tokens a request. Seconds to
+    wait: for room while prefill holds the KV (`lease`), for room with nobody waiting (`queue_timeout`), for prefill's
+    offer."""
 
     max_num_prefill_tokens: int
     max_num_seqs: int
     max_model_len: int
     lease: float
+    queue_timeout: float
     offer_timeout: float
 
 
@@ -126,17 +128,16 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
                 self._expire_without_room(request, now)
 
     def _expire_unoffered(self, request: DecodeJob, now: float) -> None:
-        if request.peer is None:
-            self._expire_without_room(request, now)
-            return
-        limit = self._limits.offer_timeout
-        if now - request.events[LifetimeEvent.RECEIVED] > limit:
+        waited = now - request.events[LifetimeEvent.RECEIVED]
+        limit = self._limits.queue_timeout if request.peer is None else self._limits.offer_timeout
+        if waited > limit and request.peer is None:
+            self._end(request, EndReason.OVERLOADED, now, f"no room in the KV pool for {limit:g} s")
+        elif waited > limit:
             self._end(request, EndReason.FAILED, now, f"the prefill worker has not offered the KV for {limit:g} s")
 
     def _expire_without_room(self, request: DecodeJob, now: float) -> None:
         limit = self._limits.lease
-        since = request.events[LifetimeEvent.RECEIVED if request.peer is None else LifetimeEvent.OFFERED]
-        if now - since > limit:
+        if now - request.events[LifetimeEvent.OFFERED] > limit:
             self._end(request, EndReason.OVERLOADED, now, f"no room in the KV pool for {limit:g} s")
 
     # --- the step
@@ -195,7 +196,7 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
         if not self._fits(num_tokens, cached):
             return False
         self._waiting.remove(request)
-        self._take_blocks(request, num_tokens, cached)
+        self._first_blocks(request, num_tokens, cached)
         return True
 
     # --- queue, end, word

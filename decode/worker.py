@@ -1,9 +1,11 @@
 """A decode worker: takes KV from prefill workers and keeps many requests generating in one continuous batch.
 
-1. A request comes from a gateway, is checked and queued until prefill offers its KV and blocks for all its tokens can
-   be reserved.
-2. The receiver takes its KV straight into those blocks, off the step loop.
-3. With the KV complete and prefill's first token here, it takes part in each step until a stop rule ends it.
+1. A request comes from a gateway, is checked and queued until prefill offers its KV and blocks for its prompt can be
+   reserved.
+2. The receiver takes its KV straight into those blocks, off the step loop. A request without a prefill worker has its
+   prompt computed here instead, in chunks beside the others' tokens.
+3. With the KV complete and the first token here, it takes part in each step, and takes further blocks as it needs them,
+   until a stop rule ends it.
 4. Each step's tokens go out in one message a gateway.
 """
 

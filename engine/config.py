@@ -131,7 +131,7 @@ class EngineConfig(Settings):
     )
     queue_timeout_s: float = setting(
         300.0,
-        "Longest wait of a request for its turn on a prefill worker, in seconds.",
+        "Longest wait of a request for room where its prompt is computed, in seconds.",
         group="timing",
         ge=0.1,
         le=86400,

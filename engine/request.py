@@ -66,7 +66,7 @@ class Request:
 
     `gateway` is the name of the gateway that owns it; `events` holds clock readings in seconds (monotonic). `lent`: a
     transfer's thread may touch its blocks, so they can't be freed before the transfer has ended. `num_cached`: tokens
-    whose KV was in the pool already when it last got its blocks. `arrival`: its number among all that came to this
+    whose KV was in the pool already when it was admitted. `arrival`: its number among all that came to this
     worker. `witness` is told of each event.
     """
 

@@ -172,9 +172,14 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
         """Gives a request without blocks room for `num_tokens` tokens, the first of them in the blocks `cached`."""
         assert not request.block_ids, request.key
         self._pool.share(cached, owner=request.key)
-        request.num_computed = request.num_cached = len(cached) * self._pool.block_size
+        request.num_computed = len(cached) * self._pool.block_size
         fresh = self._pool.allocate(num_tokens - request.num_computed, owner=request.key)
         request.block_ids = [*cached, *fresh]
+
+    def _first_blocks(self, request: Job, num_tokens: int, cached: Sequence[int]) -> None:
+        """Admits a request: what is found of its prompt now counts, not what is found of itself after a preemption."""
+        self._take_blocks(request, num_tokens, cached)
+        request.num_cached = request.num_computed
         self._pool.note_lookup(num_tokens, request.num_cached)
 
     def _computed(self, request: Job, num_tokens: int) -> None:

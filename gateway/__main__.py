@@ -34,7 +34,7 @@ from launcher.default_model import resolve_model
 logger = logging.getLogger(__name__)
 
 PROG = "kvsplice gateway"
-DESCRIPTION = "Takes OpenAI-style HTTP calls and runs each on a prefill and a decode worker. Workers dial in."
+DESCRIPTION = "Takes OpenAI-style HTTP calls and runs each on a prefill and a decode worker, or on decode alone."
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,11 +1,11 @@
 """The gateway's HTTP application: routes, and one boundary at which errors become answers.
 
-    POST /v1/completions  /v1/chat/completions  /tokenize  /detokenize
+    POST /v1/completions  /v1/chat/completions  /tokenize  /detokenize  /reset_prefix_cache
     GET  /v1/models  /v1/models/{name}  /version  /health  /metrics  /openapi.json
 
-/health and /metrics need no key. The application knows a `Backend` and nothing of workers. The POST
-endpoints are ASGI applications that read and check their bodies themselves: FastAPI's coercions (true for 1, "7" for 7,
-unknown fields dropped) are not for an API whose users must be told what they got wrong.
+/health and /metrics need no key. The application knows a `Backend` and nothing of workers. POST endpoints that take a
+body are ASGI applications that read and check it themselves: FastAPI's coercions (true for 1, "7" for 7, unknown fields
+dropped) are not for an API whose users must be told what they got wrong.
 """
 
 import time

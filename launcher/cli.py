@@ -24,7 +24,7 @@ An LLM server that runs prefill and decode on different GPUs.
   serve         all roles on this machine: the quickest way to try it
   gateway       the HTTP face alone
   prefill       one worker that turns prompts into KV cache
-  decode        one worker that takes KV cache and generates
+  decode        one worker that takes KV cache, or computes it, and generates
   fetch-model   bring a model onto this machine
   keys          make the keys by which our processes know each other
   health        exit code 0 if a gateway is ready, or gives a worker requests, else 1

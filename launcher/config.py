@@ -139,6 +139,13 @@ class ServeConfig(Settings):
     max_num_batched_tokens: int = setting(
         512, "Prompt tokens in one step of a prefill worker.", group="batching and memory", ge=1, le=1 << 20
     )
+    max_num_prefill_tokens: int = setting(
+        256,
+        "Prompt tokens in one step of a decode worker, beside its running requests.",
+        group="batching and memory",
+        ge=1,
+        le=1 << 20,
+    )
     max_num_seqs: int = setting(
         64, "Most requests in one batch of a worker.", group="batching and memory", ge=1, le=65536
     )
@@ -218,3 +225,5 @@ class ServeConfig(Settings):
             LinkSpec.parse(self.kv_link)
         if self.prefill == 0 and self.default_mode == "disaggregated":
             raise SettingsError("--default-mode disaggregated needs a prefill worker, and --prefill is 0")
+        if self.prefill == 0 and (self.kv_link or self.kv_checksum or self.kv_wire_dtype != "auto"):
+            raise SettingsError("--kv-link, --kv-checksum, --kv-wire-dtype need a prefill worker, and --prefill is 0")

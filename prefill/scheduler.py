@@ -153,7 +153,7 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
             if not self._pool.can_fit(request.num_prefill, shared=cached):
                 return
             self._waiting.pop(0)
-            self._take_blocks(request, request.num_prefill, cached)
+            self._first_blocks(request, request.num_prefill, cached)
             self._run(request)
             if request.target is not None:
                 request.lent = True

@@ -67,7 +67,7 @@ def engine_with(block_size=4, dtype="float32", num_blocks=8):
 @pytest.fixture
 def role():
     engine = engine_with()
-    scheduler = DecodeScheduler(engine.pool, QueueRules(8), DecodeLimits(8, 4, 64, 10.0, 100.0), frozenset({1}))
+    scheduler = DecodeScheduler(engine.pool, QueueRules(8), DecodeLimits(8, 4, 64, 10.0, 100.0, 100.0), frozenset({1}))
     return DecodeRole(engine, scheduler, RecordingReceiver())
 
 
@@ -201,7 +201,7 @@ def test_an_event_of_the_other_role_is_our_own_bug(role):
 
 def test_the_witness_hears_of_the_first_frame_when_it_comes():
     engine, told = engine_with(), []
-    scheduler = DecodeScheduler(engine.pool, QueueRules(8), DecodeLimits(8, 4, 64, 10.0, 100.0), frozenset({1}))
+    scheduler = DecodeScheduler(engine.pool, QueueRules(8), DecodeLimits(8, 4, 64, 10.0, 100.0, 100.0), frozenset({1}))
     role = DecodeRole(
         engine, scheduler, RecordingReceiver(), clock=lambda: 0.0, witness=lambda key, event: told.append(event)
     )

@@ -72,7 +72,7 @@ class TwoRoles:
         return words
 
     def _run_on_decode(self, spec: RequestSpec, source: PrefillJob) -> list:
-        limits = DecodeLimits(CHUNK_TOKENS, 1, self._decode.max_model_len, LEASE_S, LEASE_S)
+        limits = DecodeLimits(CHUNK_TOKENS, 1, self._decode.max_model_len, LEASE_S, LEASE_S, LEASE_S)
         decode = DecodeScheduler(self._decode.pool, QueueRules(1), limits, self._eos)
         job = DecodeJob(spec=spec, gateway="test", peer=("prefill-0", "g1"))
         decode.add(job, 0.0)
@@ -87,7 +87,7 @@ class TwoRoles:
 
     def run_together(self, specs: Sequence[RequestSpec], num_blocks: int, *, share_prefixes: bool = True) -> Together:
         """All of `specs` at once over a decode pool of `num_blocks`; three at most, each as soon as there is room."""
-        limits = DecodeLimits(CHUNK_TOKENS, 3, self._decode.max_model_len, LEASE_S, LEASE_S)
+        limits = DecodeLimits(CHUNK_TOKENS, 3, self._decode.max_model_len, LEASE_S, LEASE_S, LEASE_S)
         pool = BlockPool(num_blocks, self._decode.pool.block_size)
         decode = DecodeScheduler(pool, QueueRules(len(specs), share_prefixes), limits, self._eos)
         jobs = [DecodeJob(spec=spec, gateway="test", peer=("prefill-0", "g1")) for spec in specs]

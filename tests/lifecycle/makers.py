@@ -70,6 +70,7 @@ class Decode:
             "max_num_seqs": 4,
             "max_model_len": 64,
             "lease": 10.0,
+            "queue_timeout": 100.0,
             "offer_timeout": 100.0,
         }
         self.pool = BlockPool(num_blocks, block_size)

@@ -73,8 +73,8 @@ def test_the_last_token_of_a_prompt_is_always_computed():
     world.check_all_is_empty()
 
 
-def test_waiting_for_room_is_bounded_by_the_lease():
-    world = Decode(num_blocks=4, lease=10.0)
+def test_waiting_for_room_is_bounded_by_the_queue_timeout():
+    world = Decode(num_blocks=4, lease=1.0, queue_timeout=10.0)
     world.add("runs", 16)
     world.add("waits", 4, local=True, now=1.0)
     world.scheduler.expire(11.0)
@@ -96,4 +96,23 @@ def test_local_and_transferred_requests_stand_in_one_queue():
     world.step(token_id=EOS)
     assert second.state is RequestState.RECEIVING
     world.arrive("second", token_id=EOS)
+    world.check_all_is_empty()
+
+
+def test_what_is_found_of_itself_after_a_preemption_was_not_cached():
+    world = Decode(num_blocks=8, share_prefixes=True, max_num_prefill_tokens=2)
+    old = world.add("old", prompt=[1, 2, 3, 4], max_tokens=24)
+    world.arrive("old")
+    new = world.add("new", prompt=range(40, 60), local=True, max_tokens=2)
+    for _ in range(60):
+        if new.output_token_ids:
+            break
+        world.step()
+    assert world.scheduler.load().num_preemptions > 0, "it lost its blocks before its first token"
+    assert new.num_cached == 0
+    said = [item.output for item in world.scheduler.take_outputs() if item.output.request_id == "new"]
+    assert {output.num_cached for output in said} == {0}
+    assert world.scheduler.load().prefix_hits == 0
+    for job in (old, new):
+        world.scheduler.cancel(job.key, 9.0)
     world.check_all_is_empty()
