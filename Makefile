@@ -7,9 +7,11 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 # The server that `make bench-mixed` and `make bench-handoff` measure.
 URL ?= http://127.0.0.1:8000
+# How long `make simulate` goes on.
+SECONDS ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check kernels-aot bench-step bench-mixed bench-handoff bench-transfer faults fuzz soak venv fetch-model clean bench-kernels
+.PHONY: help serve test simulate check kernels-aot bench-step bench-mixed bench-handoff bench-transfer faults fuzz soak venv fetch-model clean bench-kernels
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
@@ -19,6 +21,9 @@ serve: $(INSTALLED)  ## Start everything on this machine; Ctrl-C stops it
 
 test: $(INSTALLED) fetch-model  ## Run the whole suite; needs no GPU
 	$(VENV)/bin/pytest $(ARGS)
+
+simulate: $(INSTALLED)  ## Run the whole cluster in simulated time with fresh seeds, faults and all
+	$(VENV)/bin/python -m tests.simulation --seconds $(SECONDS) $(ARGS)
 
 check: $(INSTALLED)  ## Lint, format, types, import rules
 	$(VENV)/bin/ruff check .

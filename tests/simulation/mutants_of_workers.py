@@ -1,0 +1,294 @@
+"""Bugs in what workers do: their books, their schedulers, and the KV hand-over between them."""
+
+from tests.simulation.mutation import Mutation
+
+IN_ENGINE = (
+    Mutation(
+        "skip-the-free",
+        "a request that ends does not give its blocks back",
+        "engine.request_book:RequestBook._give_back",
+        "self._pool.free(request.block_ids, owner=request.key)",
+        "pass",
+    ),
+    Mutation(
+        "free-while-lent",
+        "blocks are freed while a transfer still reads or writes them",
+        "engine.request_book:RequestBook._end",
+        "if request.lent:",
+        "if False:",
+    ),
+    Mutation(
+        "ignore-cancel",
+        "a worker goes on with what nobody waits for",
+        "engine.request_book:RequestBook.cancel",
+        "self._end(request, EndReason.CANCELLED, now)",
+        "pass",
+    ),
+    Mutation(
+        "cancel-other-gateways",
+        "the loss of one gateway cancels the requests of all",
+        "engine.request_book:RequestBook.cancel_all_of",
+        "if request.gateway == gateway:",
+        "if True:",
+    ),
+    Mutation(
+        "unbounded-queue",
+        "a full queue takes more",
+        "engine.request_book:RequestBook.add",
+        "len(self._waiting) >= self._rules.max_waiting",
+        "False",
+    ),
+    Mutation(
+        "one-token-too-many",
+        "max_tokens is passed by one",
+        "engine.stopping:finish_reason",
+        "num_output >= sampling.max_tokens",
+        "num_output > sampling.max_tokens",
+    ),
+    Mutation(
+        "stop-before-min-tokens",
+        "a stop token ends the text one token too late where min_tokens is set",
+        "engine.stopping:finish_reason",
+        "num_output >= sampling.min_tokens",
+        "num_output > sampling.min_tokens",
+    ),
+)
+
+IN_SHARING = (
+    Mutation(
+        "cached-one-more",
+        "one token behind the shared blocks is taken for computed",
+        "engine.request_book:RequestBook._take_blocks",
+        "len(cached) * self._pool.block_size",
+        "len(cached) * self._pool.block_size + (1 if cached else 0)",
+    ),
+    Mutation(
+        "shared-and-written",
+        "the last block of a prompt is shared although its last token is computed again",
+        "prefill.scheduler:PrefillScheduler._admit",
+        "self._cached_blocks(request, request.num_prefill - 1)",
+        "self._cached_blocks(request, request.num_prefill)",
+    ),
+    Mutation(
+        "wrong-block-named",
+        "another block is said to hold what was computed",
+        "engine.request_book:RequestBook._computed",
+        "self._pool.name(request.block_ids[index], names[index])",
+        "self._pool.name(request.block_ids[0], names[index])",
+    ),
+    Mutation(
+        "name-without-its-head",
+        "blocks of equal tokens are shared whatever stands before them",
+        "engine.prefix_hash:BlockNames.of",
+        "_child_name(parent, token_ids)",
+        "_child_name(self._root, token_ids)",
+    ),
+    Mutation(
+        "evicted-and-found",
+        "a block that was handed out anew is still found by its old name",
+        "engine.block_pool:BlockPool._take",
+        "self._forget(block_id)",
+        "pass",
+    ),
+    Mutation(
+        "grow-one-late",
+        "a request gets its next block a token too late",
+        "engine.growing_book:GrowingBook._grow",
+        "if request.num_tokens <= ",
+        "if request.num_tokens - 1 <= ",
+    ),
+    Mutation(
+        "preempted-never-back",
+        "a request that has lost its blocks waits for ever",
+        "engine.growing_book:GrowingBook._readmit",
+        "self._run(request)",
+        "pass",
+    ),
+)
+
+IN_PREFILL = (
+    Mutation(
+        "prefill-last-block",
+        "no room for the last token of the prompt",
+        "prefill.scheduler:PrefillScheduler._admit",
+        "self._take_blocks(request, request.num_prefill, cached)",
+        "self._take_blocks(request, request.num_prefill - 1, cached)",
+    ),
+    Mutation(
+        "prefill-keeps-closed",
+        "blocks of a cancelled request stay when its transfer has ended",
+        "prefill.scheduler:PrefillScheduler.transfer_ended",
+        "self._release(request, now)",
+        "pass",
+    ),
+    Mutation(
+        "no-first-token-to-decode",
+        "decode never gets the first token",
+        "prefill.scheduler:PrefillScheduler._first_token",
+        "self._commands.append(SendFirstToken(request.key, token_id))",
+        "pass",
+    ),
+    Mutation(
+        "not-lent",
+        "prefill does not note that a transfer reads the blocks",
+        "prefill.scheduler:PrefillScheduler._admit",
+        "request.lent = True",
+        "pass",
+    ),
+    Mutation(
+        "ship-before-computed",
+        "KV is read before it is in the pool",
+        "kvtransfer.outgoing:OutgoingTransfer.next_piece",
+        "min(self._ready[layer], ",
+        "min(self.num_tokens, ",
+    ),
+    Mutation(
+        "ignore-the-window",
+        "more bytes are in flight than were granted",
+        "kvtransfer.outgoing:OutgoingTransfer._tokens_allowed",
+        "self.window_bytes - self.in_flight_bytes",
+        "self.window_bytes",
+    ),
+    Mutation(
+        "grant-twice",
+        "a repeated grant begins the transfer anew",
+        "kvtransfer.outgoing:OutgoingTransfer.grant",
+        "if self.first_token is None:",
+        "if True:",
+    ),
+    Mutation(
+        "count-credits-twice",
+        "a credit is taken for the difference, not for the sum",
+        "kvtransfer.outgoing:OutgoingTransfer.credit",
+        "max(self.credited_bytes, spliced_bytes)",
+        "self.credited_bytes + spliced_bytes",
+    ),
+    Mutation(
+        "first-token-overtakes",
+        "the first token goes out before the last KV",
+        "kvtransfer.send_machine:SendMachine._ship_first_token",
+        "or not transfer.all_shipped",
+        "or transfer.first_token is None",
+    ),
+    Mutation(
+        "transfer-end-not-reported",
+        "the engine never hears that a transfer has ended",
+        "kvtransfer.send_machine:SendMachine._end",
+        "self._report(TransferEnded(key, outcome, reason))",
+        "pass",
+    ),
+    Mutation(
+        "lease-not-renewed",
+        "an open transfer is not offered again while it waits",
+        "kvtransfer.send_machine:SendMachine._keep_alive",
+        "transfer.offered = False",
+        "pass",
+    ),
+    Mutation(
+        "broken-link-kept",
+        "a link that decode has lost track of is used on",
+        "kvtransfer.send_machine:SendMachine._on_refused",
+        "self._drop_peer(name, reason)\n        return",
+        "return",
+    ),
+    Mutation(
+        "old-link-for-new-target",
+        "a decode worker that was restarted is reached by the former link",
+        "kvtransfer.send_machine:SendMachine._dial",
+        "peer.target == target",
+        "peer.target.worker_id == target.worker_id",
+    ),
+)
+
+IN_DECODE = (
+    Mutation(
+        "decode-last-block",
+        "no room for the last token of the prompt",
+        "decode.scheduler:DecodeScheduler._admit",
+        "self._take_blocks(request, num_tokens, cached)",
+        "self._take_blocks(request, num_tokens - 1, cached)",
+    ),
+    Mutation(
+        "resume-one-late",
+        "decode takes one token more for computed than is",
+        "decode.scheduler:DecodeScheduler._start_running",
+        "self._computed(request, request.num_prefill)",
+        "self._computed(request, request.num_prefill + 1)",
+    ),
+    Mutation(
+        "skip-a-word",
+        "a token is generated and not said",
+        "decode.scheduler:DecodeScheduler._say",
+        "start=start,",
+        "start=start + (start > 2),",
+    ),
+    Mutation(
+        "drop-an-offer",
+        "an offer that came before its request is forgotten",
+        "kvtransfer.incoming:IncomingBook.open",
+        "return self._parked.pop((transfer.key, transfer.peer), None)",
+        "self._parked.pop((transfer.key, transfer.peer), None)",
+    ),
+    Mutation(
+        "offer-not-reported",
+        "the engine never hears that KV was offered",
+        "kvtransfer.receive_machine:ReceiveMachine._accept",
+        "self._report(KvOffered(transfer.key))",
+        "pass",
+    ),
+    Mutation(
+        "stale-offers-kept",
+        "offers that nobody asks for stay for ever",
+        "kvtransfer.incoming:IncomingBook.silent_since",
+        "del self._parked[name]",
+        "pass",
+    ),
+    Mutation(
+        "no-sweep-when-idle",
+        "leases are not looked at",
+        "kvtransfer.receive_machine:ReceiveMachine.sweep",
+        "if now < self._next_sweep:",
+        "if now >= 0:",
+    ),
+    Mutation(
+        "first-token-not-checked",
+        "the first token is taken although KV is missing",
+        "kvtransfer.receive_machine:ReceiveMachine._on_transfer_message",
+        "if not transfer.has_all_kv:",
+        "if False:",
+    ),
+    Mutation(
+        "credit-before-copy",
+        "bytes are credited before they are in the pool",
+        "kvtransfer.receive_machine:ReceiveMachine._on_frame",
+        "    self._sink.splice(transfer.key, header, body)\n"
+        "    transfer.spliced(header, len(body.k) + len(body.v))\n"
+        "    if transfer.uncredited_bytes >= self._limits.window_bytes // 4 or transfer.has_all_kv:\n"
+        "        self._credit(transfer)\n",
+        "    transfer.spliced(header, len(body.k) + len(body.v))\n"
+        "    if transfer.uncredited_bytes >= self._limits.window_bytes // 4 or transfer.has_all_kv:\n"
+        "        self._credit(transfer)\n"
+        "    self._sink.splice(transfer.key, header, body)\n",
+    ),
+    Mutation(
+        "credit-too-much",
+        "one byte more is credited than was copied",
+        "kvtransfer.receive_machine:ReceiveMachine._credit",
+        "spliced_bytes=transfer.spliced_bytes)",
+        "spliced_bytes=transfer.spliced_bytes + 1)",
+    ),
+    Mutation(
+        "done-before-readable",
+        "a transfer is acknowledged before the pool can be read",
+        "kvtransfer.receive_machine:ReceiveMachine._arrived",
+        "self._sink.finish(transfer.key)",
+        "pass",
+    ),
+    Mutation(
+        "done-not-said",
+        "prefill never hears that decode has everything",
+        "kvtransfer.receive_machine:ReceiveMachine._arrived",
+        "self._send(transfer.link, KvDone(*transfer.key))",
+        "pass",
+    ),
+)
