@@ -124,7 +124,7 @@ class EngineConfig(Settings):
     )
     lease_s: float = setting(
         60.0,
-        "Longest wait for the other worker of a request, in seconds, before its blocks are taken back.",
+        "Longest silence of the other worker of a request, in seconds, before its blocks are taken back.",
         group="timing",
         ge=0.1,
         le=86400,

@@ -20,6 +20,7 @@ from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, Fingerprint, KvH
 from kvtransfer.outgoing import Piece, TransferOutcome
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
+from kvtransfer.send_commands import SenderTiming
 from kvtransfer.sender import KvSender
 
 ROUND_SECONDS: Final = 120.0
@@ -73,7 +74,7 @@ class KvSendingEnd:
         self._requests: dict[RequestKey, int] = {}
         self._events: Mailbox[Any] = Mailbox()
         hello = KvHello(PROTOCOL_VERSION, *PREFILL, _FINGERPRINT, load.layout)
-        self._sender = KvSender(hello, self, self._events, keepalive=LEASE / 4, options=options)
+        self._sender = KvSender(hello, self, self._events, SenderTiming(LEASE / 4, LEASE), options=options)
         self._sender.start()
 
     def gather(self, key: RequestKey, piece: Piece) -> KvBody:

@@ -81,7 +81,8 @@ class OutgoingTransfer:
     num_resends: int = 0  # number of the last KvResend that was heard
     first_token_id: int | None = None
     first_token_sent: bool = False
-    ready_at: float | None = None  # seconds, monotonic, as below
+    heard_at: float | None = None  # when the receiver last spoke of it; None while prefill still computes
+    ready_at: float | None = None  # seconds, monotonic, as those around
     started_at: float | None = None
     _ready: list[int] = field(default_factory=list)
     _shipped: list[int] = field(default_factory=list)
@@ -135,6 +136,10 @@ class OutgoingTransfer:
         if self._is_waiting(layer):
             heapq.heappush(self._waiting, (start, layer))
         return num_bytes
+
+    def is_silent_since(self, moment: float) -> bool:
+        """Whether the receiver has had its turn, and has said nothing since `moment`."""
+        return self.heard_at is not None and self.heard_at < moment
 
     def resend_of(self, layer: int) -> int:
         """Number of the last KvResend that was heard for `layer`, 0 if none."""

@@ -1,4 +1,4 @@
-"""What the engine asks of the sender's thread."""
+"""What the engine asks of the sender's thread, and the times it keeps."""
 
 from dataclasses import dataclass
 
@@ -40,3 +40,12 @@ class Abort:
 
 
 SendCommand = Open | Ready | FirstToken | Abort
+
+
+@dataclass(frozen=True)
+class SenderTiming:
+    """Seconds between an offer and its repetition, and of the receiver's silence, once the first token is known, after
+    which a transfer is given up."""
+
+    keepalive: float
+    lease: float

@@ -1,8 +1,10 @@
 """What prefill's end of the KV hand-over does with each command and message. No thread, socket or clock: frames leave
 through a `KvOutlet`, `now` is seconds, monotonic. The thread around it is `kvtransfer/sender.py`.
 
-Offers are repeated every `keepalive` seconds while a transfer is open; each renews the receiver's lease. A link that
-nothing was sent on for IDLE_KEEPALIVES of them is hung up, and a refusal at its handshake forgotten with it.
+Offers are repeated every `keepalive` seconds while a transfer is open; each renews the receiver's lease, and a receiver
+that has granted one answers it. So a transfer may take as long as it needs, but one whose first token is known and of
+which nothing is heard for a lease has failed. A link that was not used for IDLE_KEEPALIVES keepalives is hung up, and a
+refusal at its handshake forgotten with it.
 """
 
 import logging
@@ -30,7 +32,7 @@ from kvtransfer.messages import (
     RequestKey,
 )
 from kvtransfer.outgoing import OutgoingBook, OutgoingTransfer, Piece, TransferEnded, TransferOutcome, TransferTimes
-from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand
+from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand, SenderTiming
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +77,7 @@ class _Peer:
 
 
 class SendMachine:
-    """Ships KV of a prefill worker. `report` takes what the engine has to know; `keepalive` in seconds."""
+    """Ships KV of a prefill worker. `report` takes what the engine has to know."""
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class SendMachine:
         source: KvSource,
         outlet: KvOutlet,
         report: Callable[[TransferEnded], None],
-        keepalive: float,
+        timing: SenderTiming,
         options: FrameOptions = PLAIN,
     ) -> None:
         self._hello = hello
@@ -91,7 +93,7 @@ class SendMachine:
         self._source = source
         self._outlet = outlet
         self._report = report
-        self._keepalive = keepalive
+        self._timing = timing
         self._book = OutgoingBook()
         self._peer_of: dict[RequestKey, str] = {}
         self._peers: dict[str, _Peer] = {}
@@ -117,11 +119,14 @@ class SendMachine:
                         self._mark_ready(transfer, layer, stop, now)
             case FirstToken(key, token_id):
                 if transfer := self._book.find(key):
-                    transfer.first_token_id = token_id
+                    transfer.first_token_id, transfer.heard_at = token_id, now
             case Abort(key, reason, tell_peer):
-                if tell_peer and self._book.find(key):
-                    self._aborts.append((self._peer_of[key], KvAbort(*key, reason=reason)))
-                self._end(key, TransferOutcome.ABORTED, reason)
+                self._give_up(key, TransferOutcome.ABORTED, reason, tell_peer=tell_peer)
+
+    def _give_up(self, key: RequestKey, outcome: TransferOutcome, reason: str, *, tell_peer: bool) -> None:
+        if tell_peer and self._book.find(key):
+            self._aborts.append((self._peer_of[key], KvAbort(*key, reason=reason)))
+        self._end(key, outcome, reason)
 
     def _mark_ready(self, transfer: OutgoingTransfer, layer: int, stop: int, now: float) -> None:
         transfer.mark_ready(layer, stop)
@@ -189,21 +194,21 @@ class SendMachine:
             case Refused(reason):
                 self._on_refused(name, reason)
             case KvGrant(request_id, attempt, first_token, window_bytes):
-                if transfer := self._find(name, (request_id, attempt)):
+                if transfer := self._heard_of(name, (request_id, attempt), now):
                     if wire_dtype := self._peers[name].wire_dtype:
                         transfer.pack(wire_dtype, *self._frames.sizes(wire_dtype))
                     transfer.grant(first_token, window_bytes)
             case KvCredit(request_id, attempt, settled_bytes):
-                if transfer := self._find(name, (request_id, attempt)):
+                if transfer := self._heard_of(name, (request_id, attempt), now):
                     transfer.credit(settled_bytes)
             case KvResend(request_id, attempt, layer, start, number):
-                if transfer := self._find(name, (request_id, attempt)):
+                if transfer := self._heard_of(name, (request_id, attempt), now):
                     self._resent_bytes += transfer.resend(layer, start, number)
             case KvDone(request_id, attempt):
-                if transfer := self._find(name, (request_id, attempt)):
+                if transfer := self._heard_of(name, (request_id, attempt), now):
                     self._end(transfer.key, TransferOutcome.DONE, times=transfer.times(now))
             case KvRevoke(request_id, attempt, reason):
-                if self._find(name, (request_id, attempt)):
+                if self._heard_of(name, (request_id, attempt), now):
                     self._end((request_id, attempt), TransferOutcome.REVOKED, reason)
 
     def _on_welcome(self, name: str, welcome: KvWelcome) -> None:
@@ -232,9 +237,12 @@ class SendMachine:
         peer.refusal = reason
         self._fail_all(name, reason)
 
-    def _find(self, name: str, key: RequestKey) -> OutgoingTransfer | None:
+    def _heard_of(self, name: str, key: RequestKey, now: float) -> OutgoingTransfer | None:
         """The transfer `key` if it is open and goes to `name`; late messages of ended ones find nothing."""
-        return self._book.find(key) if self._peer_of.get(key) == name else None
+        transfer = self._book.find(key) if self._peer_of.get(key) == name else None
+        if transfer is not None and transfer.heard_at is not None:
+            transfer.heard_at = now
+        return transfer
 
     def _end(
         self, key: RequestKey, outcome: TransferOutcome, reason: str = "", times: TransferTimes | None = None
@@ -250,9 +258,9 @@ class SendMachine:
         ]
 
     def ship(self, now: float) -> bool:
-        """Keep-alives, aborts, and up to a turn's worth of KV; True if there may be more to ship right away."""
-        self._keep_alive(now)
+        """Aborts, keep-alives, and up to a turn's worth of KV; True if there may be more to ship right away."""
         self._send_aborts()
+        self._keep_alive(now)
         left = PIECES_A_TURN
         for transfer in self._book:
             peer = self._peer_of[transfer.key]
@@ -292,9 +300,19 @@ class SendMachine:
     def _keep_alive(self, now: float) -> None:
         if now < self._next_keepalive:
             return
-        self._next_keepalive = now + self._keepalive
+        self._next_keepalive = now + self._timing.keepalive
+        self._hang_up_idle(now - IDLE_KEEPALIVES * self._timing.keepalive)
+        self._end_the_silent(now)  # behind the former: the link still has to take the abort
         for transfer in self._book:
             transfer.offered = False
-        busy, idle_since = set(self._peer_of.values()), now - IDLE_KEEPALIVES * self._keepalive
+
+    def _end_the_silent(self, now: float) -> None:
+        reason = f"decode did not take the KV within {self._timing.lease:g} s"
+        for transfer in self._book:
+            if transfer.is_silent_since(now - self._timing.lease):
+                self._give_up(transfer.key, TransferOutcome.FAILED, reason, tell_peer=True)
+
+    def _hang_up_idle(self, idle_since: float) -> None:
+        busy = set(self._peer_of.values())
         for name in [name for name, peer in self._peers.items() if peer.used_at < idle_since and name not in busy]:
             self._drop_peer(name, "idle")

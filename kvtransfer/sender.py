@@ -23,14 +23,14 @@ from kvtransfer.frames import PLAIN, FrameOptions
 from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import DecodeTarget, KvHello, KvTraffic, RequestKey
-from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand
+from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand, SenderTiming
 from kvtransfer.send_machine import KvSource, SendMachine
 
 
 class KvSender:
     """Ships KV of this prefill worker to decode workers. `events` takes what the engine has to know.
 
-    `keepalive` in seconds. `link`: behave as if KV went over such a link.
+    `link`: behave as if KV went over such a link.
     """
 
     def __init__(
@@ -38,17 +38,17 @@ class KvSender:
         hello: KvHello,
         source: KvSource,
         events: Mailbox[Any],
-        keepalive: float,
+        timing: SenderTiming,
         security: CurveKeys | None = None,
         options: FrameOptions = PLAIN,
         link: LinkSpec | None = None,
     ) -> None:
-        self._idle_wait = keepalive / 4
+        self._idle_wait = timing.keepalive / 4
         self._commands: Mailbox[SendCommand | None] = Mailbox()  # None: stop
         self._dialer = KvDialer(new_link_name(hello.worker_id, hello.generation), security)
         self._emulated = None if link is None else EmulatedLink(link, self._dialer, random.Random(0))
         outlet = self._emulated or self._dialer
-        self._machine = SendMachine(hello, source, outlet, events.put, keepalive, options)
+        self._machine = SendMachine(hello, source, outlet, events.put, timing, options)
         self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
         self._stopping = False
 

@@ -17,6 +17,7 @@ from kvtransfer.layout import FP8
 from kvtransfer.logs import configure_logging
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import PROTOCOL_VERSION, Hello, KvHello, Role
+from kvtransfer.send_commands import SenderTiming
 from kvtransfer.send_machine import KvSource
 from kvtransfer.sender import KvSender
 from kvtransfer.settings import parse
@@ -54,7 +55,6 @@ def build(config: PrefillConfig, engine: Engine, keys: CurveKeys | None) -> Work
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         max_model_len=engine.max_model_len,
-        lease=config.lease_s,
         queue_timeout=config.queue_timeout_s,
     )
     scheduler = PrefillScheduler(engine.pool, config.queue_rules, limits, engine.eos_token_ids)
@@ -77,7 +77,7 @@ def _sender(
         _kv_hello(hello),
         source,
         inbox,
-        keepalive=config.lease_s / 4,
+        SenderTiming(keepalive=config.lease_s / 4, lease=config.lease_s),
         security=keys,
         options=FrameOptions(config.kv_checksum, wire_dtype),
         link=config.link,

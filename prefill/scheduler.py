@@ -10,7 +10,7 @@ The life of a request here:
 3. What the pool still holds of its prompt from an earlier request is shared; the rest, at least its last token, is
    computed in chunks. The first token goes to the gateway, and behind the KV to decode (HANDING_OVER).
    Without a target, or if the first token is the last, the request ends here.
-4. `transfer_ended`: decode has everything; blocks are freed (ENDED).
+4. `transfer_ended`: decode has everything; blocks are freed (ENDED). Or decode is silent: the request has failed.
 
 A step's token budget is shared so that nobody starves and short prompts do not wait for long ones:
 
@@ -41,12 +41,11 @@ steps would give first tokens sooner, but leave a GPU idle."""
 
 @dataclass(frozen=True)
 class PrefillLimits:
-    """Tokens a step, requests computed at once, tokens a request; seconds to wait for decode, and for room here."""
+    """Tokens a step, requests computed at once, tokens a request; seconds to wait for room here."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
-    lease: float
     queue_timeout: float
 
 
@@ -116,17 +115,11 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
             )
 
     def expire(self, now: float) -> None:
-        """Ends requests that have waited too long for room, or for decode to take the KV over."""
-        for request in list(self._requests.values()):
-            if request.state is RequestState.WAITING:
-                if now - request.events[LifetimeEvent.RECEIVED] > self._limits.queue_timeout:
-                    message = f"no room in the KV pool for {self._limits.queue_timeout:g} s"
-                    self._end(request, EndReason.OVERLOADED, now, message)
-            elif request.state is RequestState.HANDING_OVER:
-                computed_at = request.events[LifetimeEvent.FIRST_TOKEN]
-                if now - computed_at > self._limits.lease:
-                    message = f"decode did not take the KV within {self._limits.lease:g} s"
-                    self._end(request, EndReason.FAILED, now, message)
+        """Ends requests that have waited too long for room. How long decode may take, the sender knows: it hears it."""
+        for request in list(self._waiting):
+            if now - request.events[LifetimeEvent.RECEIVED] > self._limits.queue_timeout:
+                message = f"no room in the KV pool for {self._limits.queue_timeout:g} s"
+                self._end(request, EndReason.OVERLOADED, now, message)
 
     # --- the step
 

@@ -19,12 +19,14 @@ from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvHello, KvLayou
 from kvtransfer.outgoing import TransferOutcome
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
+from kvtransfer.send_commands import SenderTiming
 from kvtransfer.sender import KvSender
 from prefill.worker import PoolSource
 from tests.kvtransfer.fake_pools import wait_until
 from tests.kvtransfer.samples import FINGERPRINT
 
 KEY, PEER, NUM_TOKENS = ("r", 0), ("prefill-0", "g1"), 40
+TIMING = SenderTiming(keepalive=5.0, lease=60.0)
 
 
 def pool(block_size) -> KvCache:
@@ -55,7 +57,9 @@ def transfer(options: FrameOptions, window=4096) -> tuple[KvCache, KvCache, list
     sink = PoolSink(SimpleNamespace(kv_cache=theirs, layout=theirs.layout), find(their_blocks))
     receiver = KvReceiver(listener, (FINGERPRINT, theirs.layout), "g2", sink, ReceiverLimits(window, 30.0), got)
     hello = KvHello(PROTOCOL_VERSION, *PEER, FINGERPRINT, ours.layout)
-    sender = KvSender(hello, PoolSource(SimpleNamespace(kv_cache=ours), find(our_blocks)), sent, 5.0, options=options)
+    sender = KvSender(
+        hello, PoolSource(SimpleNamespace(kv_cache=ours), find(our_blocks)), sent, TIMING, options=options
+    )
     receiver.start()
     sender.start()
     receiver.expect(KEY, PEER, NUM_TOKENS)

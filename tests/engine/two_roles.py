@@ -49,7 +49,7 @@ class TwoRoles:
         prefill = PrefillScheduler(
             self._prefill.pool,
             QueueRules(1),
-            PrefillLimits(CHUNK_TOKENS, 1, self._prefill.max_model_len, LEASE_S, LEASE_S),
+            PrefillLimits(CHUNK_TOKENS, 1, self._prefill.max_model_len, LEASE_S),
             self._eos,
         )
         job = PrefillJob(spec=spec, gateway="test", target=DecodeTarget("decode-0", "g1", "tcp://127.0.0.1:9"))
@@ -105,7 +105,7 @@ class TwoRoles:
 
     def _arrive(self, decode: DecodeScheduler, job: DecodeJob) -> None:
         """Computes the job's prompt on the prefill engine, alone, and hands it over."""
-        limits = PrefillLimits(CHUNK_TOKENS, 1, self._prefill.max_model_len, LEASE_S, LEASE_S)
+        limits = PrefillLimits(CHUNK_TOKENS, 1, self._prefill.max_model_len, LEASE_S)
         prefill = PrefillScheduler(self._prefill.pool, QueueRules(1, share_prefixes=False), limits, self._eos)
         source = PrefillJob(spec=job.spec, gateway="test", target=DecodeTarget("decode-0", "g1", "tcp://127.0.0.1:9"))
         prefill.add(source, 0.0)

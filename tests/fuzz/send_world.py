@@ -24,14 +24,15 @@ from kvtransfer.messages import (
     KvWelcome,
 )
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
-from kvtransfer.send_machine import Abort, FirstToken, Open, Ready, SendMachine
+from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SenderTiming
+from kvtransfer.send_machine import SendMachine
 from tests.fuzz.hostile import frame_of
 from tests.kvtransfer.fake_pools import TOKEN_BYTES, HashPool, content
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
 
 NUM_KEYS, NUM_PEERS, HONEST = 6, 3, 0
 WINDOW = 8 * TOKEN_BYTES
-KEEPALIVE = 5.0
+KEEPALIVE, LEASE = 5.0, 60.0
 
 
 def key_of(index: int) -> tuple[str, int]:
@@ -85,7 +86,7 @@ class SendWorld:
         self.first_tokens: set = set()
         self.granted: set = set()
         hello = KvHello(PROTOCOL_VERSION, "prefill-0", "g1", FINGERPRINT, LAYOUT)
-        self.machine = SendMachine(hello, self.pool, self.outlet, self._report, KEEPALIVE)
+        self.machine = SendMachine(hello, self.pool, self.outlet, self._report, SenderTiming(KEEPALIVE, LEASE))
 
     def peer_of(self, key) -> str:
         return f"decode-{self.opened[key] % NUM_PEERS}"

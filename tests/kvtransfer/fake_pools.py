@@ -18,6 +18,7 @@ from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvHello
 from kvtransfer.outgoing import TransferEnded
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
+from kvtransfer.send_commands import SenderTiming
 from kvtransfer.sender import KvSender
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
 
@@ -130,6 +131,7 @@ class PrefillSide(Side):
         self,
         block_size=4,
         keepalive=5.0,
+        lease=60.0,
         name="prefill-0",
         generation="g1",
         security=None,
@@ -141,7 +143,9 @@ class PrefillSide(Side):
         about = {"fingerprint": FINGERPRINT, "layout": LAYOUT, "protocol": PROTOCOL_VERSION} | identity
         self.peer = (name, generation)
         self.hello = KvHello(worker_id=name, generation=generation, **about)
-        self.sender = KvSender(self.hello, self.pool, self.events, keepalive, security, options, link)
+        self.sender = KvSender(
+            self.hello, self.pool, self.events, SenderTiming(keepalive, lease), security, options, link
+        )
         self.computed: dict = {}
         self.sender.start()
 

@@ -12,7 +12,7 @@ from kvtransfer.layout import KvBody
 from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvHello
 from kvtransfer.receive_commands import Expect, Grant, ReceiverLimits
 from kvtransfer.receive_machine import ReceiveMachine
-from kvtransfer.send_commands import FirstToken, Open, Ready
+from kvtransfer.send_commands import FirstToken, Open, Ready, SenderTiming
 from kvtransfer.send_machine import SendMachine
 from tests.kvtransfer.fake_pools import HashPool, content
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
@@ -57,7 +57,8 @@ class Outlet:
 class Sender:
     """One prefill process: the KV heads [heads[0], heads[1]) of its worker."""
 
-    def __init__(self, fault: Fault, heads=None, **options) -> None:
+    def __init__(self, fault: Fault, heads=None, patience=10 * LEASE, **options) -> None:
+        """`patience`: its own lease, far away unless a test is about it, so that what ends has ended on decode."""
         about = {"fingerprint": FINGERPRINT, "layout": LAYOUT, "protocol": PROTOCOL_VERSION}
         self.heads = heads or (0, LAYOUT.num_kv_heads)
         start, stop = self.heads
@@ -66,7 +67,9 @@ class Sender:
         self.ends: list = []
         self.link = f"{PEER[0]}/{PEER[1]}/{start}-{stop}".encode()
         hello = KvHello(worker_id=PEER[0], generation=PEER[1], head_start=start, head_stop=stop, **about)
-        self.machine = SendMachine(hello, self, self.outlet, self.ends.append, KEEPALIVE, **options)
+        self.machine = SendMachine(
+            hello, self, self.outlet, self.ends.append, SenderTiming(KEEPALIVE, patience), **options
+        )
 
     def gather(self, key, piece) -> KvBody:
         whole = self.pool.gather(key, piece)

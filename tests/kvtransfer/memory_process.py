@@ -20,6 +20,7 @@ from kvtransfer.messages import MAX_BODY_BYTES, PROTOCOL_VERSION, DecodeTarget, 
 from kvtransfer.outgoing import TransferOutcome
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
+from kvtransfer.send_commands import SenderTiming
 from kvtransfer.sender import KvSender
 from tests.kvtransfer.samples import FINGERPRINT
 
@@ -105,7 +106,7 @@ def receive() -> None:
 def send(endpoint: str) -> None:
     events: Mailbox = Mailbox()
     hello = KvHello(PROTOCOL_VERSION, *PEER, FINGERPRINT, LAYOUT)
-    sender = KvSender(hello, Source(), events, 5.0, options=FrameOptions(with_checksum=True))
+    sender = KvSender(hello, Source(), events, SenderTiming(5.0, 60.0), options=FrameOptions(with_checksum=True))
     sender.start()
     growth = None
     for key, num_tokens in ((WARM_UP, 256), (LARGE, NUM_TOKENS)):

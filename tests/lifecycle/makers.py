@@ -29,7 +29,6 @@ class Prefill:
             "max_num_batched_tokens": 8,
             "max_num_seqs": 4,
             "max_model_len": 64,
-            "lease": 10.0,
             "queue_timeout": 100.0,
         }
         self.pool = BlockPool(num_blocks, block_size)

@@ -12,7 +12,7 @@ from tests.lifecycle.ledger import Ledger
 from tests.lifecycle.makers import EOS, TARGET, Prefill
 from tests.lifecycle.paper_pool import PaperPool
 
-BUDGET, LEASE = 5, 4.0
+BUDGET = 5
 PROMPTS = [[10] * 18, [10] * 9 + [11] * 9, [12] * 18]
 
 
@@ -25,7 +25,6 @@ class PrefillMachine(RuleBasedStateMachine):
             max_num_batched_tokens=BUDGET,
             max_num_seqs=3,
             max_waiting=3,
-            lease=LEASE,
             share_prefixes=True,
             by_priority=True,
         )

@@ -311,7 +311,7 @@ def test_cancel_while_waiting_frees_the_place_at_once():
 
 
 def test_waiting_for_room_is_bounded():
-    world = Prefill(num_blocks=4, queue_timeout=10.0, lease=1000.0)
+    world = Prefill(num_blocks=4, queue_timeout=10.0)
     world.add("runs", 16)
     world.step()
     waits = world.add("waits", 4, now=2.0)
@@ -374,21 +374,14 @@ def test_a_gateway_that_is_gone_takes_its_own_requests_with_it():
     world.check_all_is_empty()
 
 
-def test_decode_has_a_lease_to_take_the_kv_over():
-    world = Prefill(lease=10.0)
+def test_how_long_decode_takes_is_not_for_the_scheduler_to_judge():
+    world = Prefill()
     job = world.add(now=0.0)
     world.step(now=5.0)
-    world.scheduler.take_outputs()
-    world.scheduler.take_commands()
-    world.scheduler.expire(15.0)
+    world.scheduler.expire(1e9)
     assert job.state is RequestState.HANDING_OVER
-    world.scheduler.expire(15.1)
-    [said] = world.scheduler.take_outputs()
-    assert said.output.end.reason is EndReason.FAILED
-    assert said.output.end.message == "decode did not take the KV within 10 s"
-    assert world.scheduler.take_commands() == [AbortTransfer(("r", 0), said.output.end.message, tell_peer=True)]
-    world.ended(outcome=TransferOutcome.DONE)
-    assert outputs_of(world) == []
+    world.ended()
+    assert job.state is RequestState.ENDED
     world.check_all_is_empty()
 
 

@@ -68,7 +68,6 @@ def scheduler_of(engine, **limits) -> PrefillScheduler:
         "max_num_batched_tokens": 8,
         "max_num_seqs": 4,
         "max_model_len": 32,
-        "lease": 10.0,
         "queue_timeout": 100.0,
     }
     return PrefillScheduler(

@@ -226,6 +226,7 @@ class DecodeNode(WorkerNode):
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
             lease=ROOM_SHARE * config.lease,
+            queue_timeout=config.queue_timeout,
             offer_timeout=config.queue_timeout + config.lease,
         )
         self.scheduler = DecodeScheduler(self.engine.pool, config.queue_rules, limits, self.engine.eos_token_ids)
