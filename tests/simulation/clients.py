@@ -5,9 +5,9 @@ import random
 from dataclasses import dataclass
 from enum import Enum
 
-from gateway.backend import BackendError
+from gateway.backend import BackendError, Traits
 from kvtransfer.messages import EndReason, SamplingParams
-from tests.simulation.config import Climate, WorldConfig
+from tests.simulation.config import WorldConfig
 from tests.simulation.errors import require
 from tests.simulation.gateway_node import GatewayNode
 from tests.simulation.model import FIRST_TEXT_TOKEN, VOCAB_SIZE, HashModel
@@ -22,6 +22,7 @@ class Ask:
     gateway: int
     prompt: tuple[int, ...]
     sampling: SamplingParams
+    traits: Traits
     leave_after: float | None = None
     dawdle: float | None = None
     is_possible: bool = True
@@ -80,7 +81,7 @@ class Client:
 
     async def _read(self) -> None:
         ask, dispatcher = self.ask, self.node.dispatcher
-        stream = dispatcher.generate(ask.prompt, ask.sampling, arrived_at=self.node.timeline.now)
+        stream = dispatcher.generate(ask.prompt, ask.sampling, ask.traits, arrived_at=self.node.timeline.now)
         try:
             async for delta in stream:
                 self._take(delta.token_ids, delta.finish)
@@ -139,23 +140,22 @@ def _draw_prompt(rng: random.Random, config: WorldConfig, others: list[tuple[int
 def _draw_ask(rng: random.Random, config: WorldConfig, name: str, at: float, prompt: tuple[int, ...]) -> Ask:
     room = config.max_model_len - len(prompt)
     max_tokens = rng.choice((room, rng.randint(1, room), min(room, rng.choice((1, 2, 3, room)))))
-    is_possible = config.climate is Climate.CALM or rng.random() > 0.05
+    is_possible = config.is_calm or rng.random() > 0.05
     sampling = SamplingParams(
         max_tokens=max_tokens if is_possible else room + 1,
         seed=rng.choice((0, rng.randint(-9, 9))),
         ignore_eos=rng.random() < 0.3,
         min_tokens=rng.choice((0, 0, min(3, max_tokens))),
     )
-    may_leave = config.climate is not Climate.CALM
+    may_leave = not config.is_calm
     return Ask(
         name=name,
         at=at,
         gateway=rng.randrange(config.num_gateways),
         prompt=prompt,
         sampling=sampling,
-        leave_after=rng.choice((0.0, rng.uniform(0, 0.1), rng.uniform(0, 1.0)))
-        if may_leave and rng.random() < 0.3
-        else None,
+        traits=Traits(rng.choice(("", "", "salt")), rng.randint(-1, 1)),
+        leave_after=rng.choice(_leaves(rng)) if may_leave and rng.random() < 0.3 else None,
         dawdle=rng.uniform(0, 0.1) if may_leave and rng.random() < 0.2 else None,
         is_possible=is_possible,
     )

@@ -6,11 +6,14 @@ from enum import Enum
 
 from engine.request_book import QueueRules
 
+LOSSY_KEEPALIVE_S = 1.0
+
 
 class Climate(Enum):
     """What may go wrong in a world. The calmer it is, the more is demanded."""
 
     CALM = "calm"  # delays only: every request must be answered in full
+    LOSSY = "lossy"  # KV frames are damaged or lost: every request must be answered in full all the same
     CLIENTS = "clients"  # clients leave, read slowly, come in bursts, ask for too much; queues and pools are short
     NETWORK = "network"  # and paths are blocked one way or both, and connections break
     ALL = "all"  # and processes crash, stop for a while, are slow, and are told to end
@@ -48,6 +51,9 @@ class WorldConfig:
     trouble_s: float  # until everything is healed
     num_faults: int
     fragility: float  # how often a message breaks its connection, until the healing
+    with_checksum: bool
+    damage: float  # share of KV frames, until the healing, if anything is to heal; as the next
+    loss: float
 
     beat_interval: float = 0.5
     gateway_dead_after: float = 2.5
@@ -59,12 +65,18 @@ class WorldConfig:
     max_retries: int = 100  # out of the way: faults may take more of them than anybody would allow
 
     @property
+    def keepalive(self) -> float:
+        """Seconds between the repetitions of an offer: what is lost whole, window and all, is noticed by them."""
+        return self.lease / 4 if self.climate is not Climate.LOSSY else LOSSY_KEEPALIVE_S
+
+    @property
     def max_waiting(self) -> int:
         return self.queue_rules.max_waiting
 
     @property
     def is_calm(self) -> bool:
-        return self.climate is Climate.CALM
+        """Nothing is wrong that clients could notice."""
+        return self.climate in (Climate.CALM, Climate.LOSSY)
 
     @property
     def settle_s(self) -> float:
@@ -80,16 +92,17 @@ class WorldConfig:
 
 def draw_config(rng: random.Random) -> WorldConfig:
     """Most worlds are small and cramped: there the corner cases are neighbours."""
-    climate = rng.choices(list(Climate), weights=(2, 2, 3, 4))[0]
-    is_tight = climate is not Climate.CALM and rng.random() < 0.4
+    climate = rng.choices(list(Climate), weights=(2, 2, 2, 3, 4))[0]
+    is_calm = climate in (Climate.CALM, Climate.LOSSY)
+    is_tight = not is_calm and rng.random() < 0.4
     max_model_len = rng.choice((24, 40))
     prefill_block_size, decode_block_size = rng.choice((1, 2, 3, 4, 8)), rng.choice((1, 2, 3, 4, 8))
     room = max_model_len * (1 if is_tight else rng.choice((1, 2, 4)))
     may_break = climate in (Climate.NETWORK, Climate.ALL)
+    may_damage = may_break or climate is Climate.LOSSY
+    damage, loss = (rng.choice((0.0, 0.02, 0.2)) if may_damage else 0.0 for _ in range(2))
     slow_link = rng.random() < 0.3
-    window_bytes = rng.choice((48, 200, 4096) if slow_link else (8, 48, 200, 4096))
-    # Longer than a hand-over takes: prefill's lease is not renewed by what decode takes.
-    leases = (2.0, 5.0) if slow_link or window_bytes == 8 else (0.8, 2.0, 5.0)
+    window_bytes = rng.choice((8, 48, 200, 4096))
     return WorldConfig(
         climate=climate,
         num_prefill=rng.choice((1, 1, 2, 3)),
@@ -103,7 +116,7 @@ def draw_config(rng: random.Random) -> WorldConfig:
         decode_blocks=-(-room // decode_block_size),
         max_model_len=max_model_len,
         max_num_batched_tokens=rng.choice((1, 3, 8, 16, 64)),
-        max_num_seqs=rng.choice((1, 2, 4, 8)) if climate is not Climate.CALM else rng.choice((4, 8)),
+        max_num_seqs=rng.choice((1, 2, 4, 8)) if not is_calm else rng.choice((4, 8)),
         max_num_prefill_tokens=rng.choice((1, 4, 64)),
         queue_rules=QueueRules(
             max_waiting=rng.choice((1, 3)) if is_tight else 32,
@@ -112,15 +125,18 @@ def draw_config(rng: random.Random) -> WorldConfig:
         ),
         window_bytes=window_bytes,
         kv_hwm=rng.choice((2, 8, 256)),
-        kv_back_hwm=256 if climate is Climate.CALM else rng.choice((2, 256)),
+        kv_back_hwm=256 if is_calm else rng.choice((2, 256)),
         latency=(0.0005, 0.08 if slow_link else 0.01),
         step_s=rng.choice((0.005, 0.02, 0.05)),
-        lease=600.0 if climate is Climate.CALM else rng.choice(leases),
-        queue_timeout=600.0 if climate is Climate.CALM else rng.choice((1.0, 4.0)),
-        stream_buffer_tokens=rng.choice((4, 64)) if climate is not Climate.CALM else 64,
+        lease=600.0 if is_calm else rng.choice((0.8, 2.0, 5.0)),
+        queue_timeout=600.0 if is_calm else rng.choice((1.0, 4.0)),
+        stream_buffer_tokens=rng.choice((4, 64)) if not is_calm else 64,
         max_in_flight=4 if is_tight else 64,
         same_prompt=rng.choice((0.0, 0.6)),
         trouble_s=rng.uniform(1.0, 7.0),
         num_faults=rng.choice((1, 2, 4, 8)) if may_break else 0,
         fragility=rng.choice((0.0, 0.003, 0.03, 0.1)) if may_break else 0.0,
+        with_checksum=damage > 0 or rng.random() < 0.3,
+        damage=damage,
+        loss=loss,
     )

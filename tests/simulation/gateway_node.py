@@ -6,7 +6,7 @@ from gateway.cluster import Cluster, ClusterSettings
 from gateway.dispatch import Dispatcher, DispatchSettings
 from gateway.failover import FailoverSettings, RetryReason
 from gateway.flight import FlightState
-from gateway.observer import RequestOutcome
+from gateway.observer import KvHandover, RequestOutcome
 from kvtransfer.link_name import worker_of
 from kvtransfer.messages import RequestKey
 from tests.simulation.config import WorldConfig
@@ -73,6 +73,8 @@ class GatewayNode(Process):
 
     def on_retry(self, reason: RetryReason) -> None:
         self.note(f"retries: {reason.value}")
+
+    def on_handover(self, handover: KvHandover) -> None: ...
 
     def on_request_end(self, outcome: RequestOutcome) -> None:
         if self.is_alive:

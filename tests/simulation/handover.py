@@ -3,17 +3,20 @@
 from typing import Any
 
 from decode.scheduler import DecodeScheduler
+from kvtransfer.frames import FrameOptions
 from kvtransfer.layout import KvBody
 from kvtransfer.messages import Hello, KvHeader, KvHello, RequestKey
 from kvtransfer.outgoing import Piece
-from kvtransfer.receive_machine import ReceiveMachine, ReceiverLimits
+from kvtransfer.receive_commands import ReceiverLimits
+from kvtransfer.receive_machine import ReceiveMachine
 from kvtransfer.receiver import KvReceiver
+from kvtransfer.send_commands import SenderTiming
 from kvtransfer.send_machine import SendMachine
 from kvtransfer.sender import KvSender
 from prefill.scheduler import PrefillScheduler
 from tests.simulation.engine import HashEngine
 from tests.simulation.errors import require
-from tests.simulation.model import HALF
+from tests.simulation.model import HALF, HashModel
 from tests.simulation.threads import SimMailbox, ThreadHandle
 from tests.simulation.wires import SimKvDialer, SimKvListener
 
@@ -33,10 +36,10 @@ class HashSource:
 
 
 class HashSink:
-    """Stands for `decode.worker.PoolSink`. Knows how much has really been copied, and what can be read."""
+    """Stands for `decode.worker.PoolSink`. Knows what should come and how much has, and what can be read."""
 
-    def __init__(self, engine: HashEngine, scheduler: DecodeScheduler) -> None:
-        self._engine, self._scheduler = engine, scheduler
+    def __init__(self, engine: HashEngine, scheduler: DecodeScheduler, model: HashModel) -> None:
+        self._engine, self._scheduler, self._model = engine, scheduler, model
         self.spliced_bytes: dict[RequestKey, int] = {}
         self.finished: set[RequestKey] = set()
 
@@ -45,6 +48,8 @@ class HashSink:
         require(job is not None, key, "was freed while its KV was being written")
         cuts = range(0, len(body.k), HALF)
         entries = [bytes(body.k[at : at + HALF]) + bytes(body.v[at : at + HALF]) for at in cuts]
+        digests = self._model.digests(job.token_slice(0, header.stop))[header.start :]
+        require(entries == [self._model.entry(header.layer, digest) for digest in digests], key, "gets spoilt KV")
         self._engine.kv_cache.write(job, header.layer, header.start, entries)
         self.spliced_bytes[key] = self.spliced_bytes.get(key, 0) + len(body.k) + len(body.v)
 
@@ -60,14 +65,16 @@ class SimSender(KvSender):
         hello: KvHello,
         source: HashSource,
         events: SimMailbox,
-        keepalive: float,
+        timing: SenderTiming,
         dialer: SimKvDialer,
         thread: ThreadHandle,
+        options: FrameOptions,
     ) -> None:
-        self._idle_wait = keepalive / 4
+        self._idle_wait = timing.keepalive / 4
         self._commands: Any = SimMailbox(thread.wake)
         self._dialer: Any = dialer
-        self._machine = SendMachine(hello, source, dialer, events.put, keepalive)
+        self._emulated = None
+        self._machine = SendMachine(hello, source, dialer, events.put, timing, options)
         self._thread: Any = thread
         self._stopping = False
 

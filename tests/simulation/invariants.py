@@ -13,8 +13,6 @@ from kvtransfer.messages import (
     Cancel,
     DecodeRequest,
     EndReason,
-    KvCredit,
-    KvDone,
     PrefillRequest,
     RequestKey,
     RequestOutput,
@@ -22,16 +20,15 @@ from kvtransfer.messages import (
     StepOutput,
     Welcome,
 )
-from kvtransfer.outgoing import OutgoingTransfer
 from tests.simulation.config import Climate, WorldConfig
 from tests.simulation.counts import Counts
 from tests.simulation.errors import require
 from tests.simulation.gateway_node import GatewayNode
+from tests.simulation.handover_invariants import HandoverInvariants
 from tests.simulation.model import HashModel
 from tests.simulation.network import Network
 from tests.simulation.worker_node import DecodeNode, PrefillNode, WorkerNode
 
-MAX_ABORTS = 256
 NOTICE_S = 0.6  # beside the silence after which a worker is given up: ticks, and what was still on its way
 
 
@@ -53,15 +50,15 @@ class Invariants:
         self._names: dict[str, str] = {}
         self._to_go: dict[str, list[Request]] = {}  # by worker: what it has been told to cancel
         self._cancelled: set[tuple[str, RequestKey]] = set()
-        self._done: set[tuple[str, RequestKey]] = set()  # what decode has acknowledged, or tried to
+        self.handover = HandoverInvariants(config, network, model, nodes, self.name)
 
     # --- a worker
 
     def after_kv_turn(self, node: WorkerNode) -> None:
         if isinstance(node, PrefillNode):
-            self._check_sender(node)
+            self.handover.check_sender(node)
         elif isinstance(node, DecodeNode):
-            self._check_receiver(node)
+            self.handover.check_receiver(node)
 
     def after_turn(self, node: WorkerNode) -> None:
         self.after_kv_turn(node)
@@ -73,32 +70,6 @@ class Invariants:
             for request in self._to_go.pop(node.title, ()):
                 is_gone = request.state in (RequestState.CLOSING, RequestState.ENDED)
                 require(is_gone, node.title, self.name(request.key), "goes on after its cancellation")
-
-    def _check_sender(self, node: PrefillNode) -> None:
-        machine = node.sender.machine
-        for transfer in machine._book:
-            job = node.scheduler.find(transfer.key)
-            require(job is not None and job.lent, node.title, transfer.key, "is shipped, but its blocks are not lent")
-            window = max(transfer.window_bytes, transfer.piece_bytes_per_token)
-            peer = machine._peers[machine._peer_of[transfer.key]]
-            require(peer.target == job.target, node.title, self.name(transfer.key), "is shipped to", peer.target)
-            in_flight = transfer.sent_bytes - self._copied_bytes(peer, transfer)
-            require(in_flight <= window, node.title, transfer.key, in_flight, "bytes in flight, window", window)
-        require(len(machine._aborts) <= MAX_ABORTS, node.title, "owes", len(machine._aborts), "aborts")
-        for name in node.dialer.refused:
-            require(machine._peers[name].refusal is not None, node.title, "uses a link that", name, "has refused")
-
-    def _copied_bytes(self, peer: Any, transfer: OutgoingTransfer) -> int:
-        """What the decode worker has really taken; of one that is dead, what its credits say."""
-        node = self._nodes.get(peer.target.worker_id)
-        if isinstance(node, DecodeNode) and node.hello.generation == peer.target.generation:
-            return node.sink.spliced_bytes.get(transfer.key, 0)
-        return transfer.credited_bytes
-
-    def _check_receiver(self, node: DecodeNode) -> None:
-        for transfer in node.receiver.machine._book:
-            job = node.scheduler.find(transfer.key)
-            require(job is not None and job.lent, node.title, transfer.key, "is received, but its blocks are not lent")
 
     def worker_takes(self, node: WorkerNode, event: Any) -> None:
         match event:
@@ -113,7 +84,9 @@ class Invariants:
                 self._must_go(node, lambda request: request.gateway == gateway)
                 self._cancelled |= {(title, key) for title, owner, key in self._taken if owner == gateway}
             case ReceptionEnded(key, ReceptionOutcome.ARRIVED):
-                require((node.title, key) in self._done, node.title, self.name(key), "has arrived unacknowledged")
+                require(
+                    (node.title, key) in self.handover.done, node.title, self.name(key), "has arrived unacknowledged"
+                )
             case ReceptionEnded(reason=reason) if reason.startswith("nothing heard"):
                 may_be = self._config.climate in (Climate.NETWORK, Climate.ALL)
                 require(may_be, node.title, self.name(event.key), "lost its lease:", reason)
@@ -155,30 +128,6 @@ class Invariants:
             spec = self._specs[key]
             self._answers[key] = self._model.answer(spec.prompt_token_ids, spec.sampling)[0]
         return self._answers[key]
-
-    # --- decode's words to prefill
-
-    def decode_says(self, node: DecodeNode, message: Any) -> None:
-        match message:
-            case KvCredit(request_id, attempt, spliced_bytes):
-                copied = node.sink.spliced_bytes.get((request_id, attempt), 0)
-                require(spliced_bytes == copied, node.title, "credits", spliced_bytes, "bytes, and has copied", copied)
-            case KvDone(request_id, attempt):
-                self._check_done(node, (request_id, attempt))
-
-    def _check_done(self, node: DecodeNode, key: RequestKey) -> None:
-        """Said once more to an offer that came late, when the blocks may be another's already."""
-        self._done.add((node.title, key))
-        if node.receiver.machine._book.get(key) is None:
-            return
-        require(key in node.sink.finished, node.title, self.name(key), "is acknowledged before its KV can be read")
-        job = node.scheduler.find(key)
-        require(job is not None, node.title, self.name(key), "is acknowledged and unknown")
-        digests = self._model.digests(job.token_slice(0, job.num_prefill))
-        for layer in range(self._config.num_layers):
-            entries = [self._model.entry(layer, digest) for digest in digests]
-            found = node.engine.kv_cache.read(job, layer, 0, len(entries))
-            require(found == entries, node.title, self.name(key), "is acknowledged, and layer", layer, "is not here")
 
     # --- a gateway
 

@@ -10,7 +10,7 @@ SECOND_LINES = (
     Mutation(
         "no-abort-to-decode",
         "decode is not told that a request has failed (the gateway cancels it there as well)",
-        "kvtransfer.send_machine:SendMachine.apply",
+        "kvtransfer.send_machine:SendMachine._give_up",
         "if tell_peer and self._book.find(key):",
         "if False:",
     ),
@@ -25,7 +25,7 @@ SECOND_LINES = (
         "former-transfers-kept",
         "what was offered on a link that is gone is waited for (prefill says that it failed, and the gateway cancels)",
         "kvtransfer.receive_machine:ReceiveMachine._on_hello",
-        "self._end_former_transfers((hello.worker_id, hello.generation))",
+        "self._end_former_transfers((hello.worker_id, hello.generation), link)",
         "pass",
     ),
     Mutation(
@@ -57,10 +57,17 @@ SECOND_LINES = (
         "False",
     ),
     Mutation(
-        "frames-not-checked",
-        "a frame is taken although the one before it was lost (what is missing is counted)",
-        "kvtransfer.incoming:IncomingTransfer.check",
-        "header.start != expected or",
-        "",
+        "first-token-not-repeated",
+        "the first token does not follow what is sent again (it follows the next repeated grant)",
+        "kvtransfer.outgoing:OutgoingTransfer.resend",
+        "self.first_token_sent = False",
+        "pass",
+    ),
+    Mutation(
+        "silence-not-noticed",
+        "prefill waits for ever for a decode worker that says nothing (decode's own lease, or the gateway, ends it)",
+        "kvtransfer.send_machine:SendMachine._keep_alive",
+        "self._end_the_silent(now)",
+        "pass",
     ),
 )

@@ -160,8 +160,8 @@ IN_PREFILL = (
         "count-credits-twice",
         "a credit is taken for the difference, not for the sum",
         "kvtransfer.outgoing:OutgoingTransfer.credit",
-        "max(self.credited_bytes, spliced_bytes)",
-        "self.credited_bytes + spliced_bytes",
+        "max(self.credited_bytes, settled_bytes)",
+        "self.credited_bytes + settled_bytes",
     ),
     Mutation(
         "first-token-overtakes",
@@ -174,7 +174,14 @@ IN_PREFILL = (
         "transfer-end-not-reported",
         "the engine never hears that a transfer has ended",
         "kvtransfer.send_machine:SendMachine._end",
-        "self._report(TransferEnded(key, outcome, reason))",
+        "self._report(TransferEnded(key, outcome, reason, times))",
+        "pass",
+    ),
+    Mutation(
+        "slow-is-silent",
+        "prefill's wait is not renewed by what decode takes",
+        "kvtransfer.send_machine:SendMachine._heard_of",
+        "transfer.heard_at = now",
         "pass",
     ),
     Mutation(
@@ -226,8 +233,8 @@ IN_DECODE = (
         "drop-an-offer",
         "an offer that came before its request is forgotten",
         "kvtransfer.incoming:IncomingBook.open",
-        "return self._parked.pop((transfer.key, transfer.peer), None)",
-        "self._parked.pop((transfer.key, transfer.peer), None)",
+        "return list(self._parked.pop((transfer.key, transfer.peer), {}).values())",
+        "self._parked.pop((transfer.key, transfer.peer), None)\n    return []",
     ),
     Mutation(
         "offer-not-reported",
@@ -253,29 +260,26 @@ IN_DECODE = (
     Mutation(
         "first-token-not-checked",
         "the first token is taken although KV is missing",
-        "kvtransfer.receive_machine:ReceiveMachine._on_transfer_message",
-        "if not transfer.has_all_kv:",
-        "if False:",
+        "kvtransfer.incoming:IncomingTransfer.has_arrived",
+        "stream.has_all_kv and ",
+        "",
     ),
     Mutation(
         "credit-before-copy",
         "bytes are credited before they are in the pool",
-        "kvtransfer.receive_machine:ReceiveMachine._on_frame",
-        "    self._sink.splice(transfer.key, header, body)\n"
-        "    transfer.spliced(header, len(body.k) + len(body.v))\n"
-        "    if transfer.uncredited_bytes >= self._limits.window_bytes // 4 or transfer.has_all_kv:\n"
-        "        self._credit(transfer)\n",
-        "    transfer.spliced(header, len(body.k) + len(body.v))\n"
-        "    if transfer.uncredited_bytes >= self._limits.window_bytes // 4 or transfer.has_all_kv:\n"
-        "        self._credit(transfer)\n"
-        "    self._sink.splice(transfer.key, header, body)\n",
+        "kvtransfer.intake:FrameIntake.take",
+        "        self._take_intact(stream, header, body, stream.judge(header))\n"
+        "        stream.settle(header.sent_bytes, num_bytes)\n",
+        "        stream.settle(header.sent_bytes, num_bytes)\n"
+        "        self.credit(stream)\n"
+        "        self._take_intact(stream, header, body, stream.judge(header))\n",
     ),
     Mutation(
         "credit-too-much",
-        "one byte more is credited than was copied",
-        "kvtransfer.receive_machine:ReceiveMachine._credit",
-        "spliced_bytes=transfer.spliced_bytes)",
-        "spliced_bytes=transfer.spliced_bytes + 1)",
+        "one byte more is credited than has come",
+        "kvtransfer.intake:FrameIntake.credit",
+        "settled_bytes=stream.settled_bytes)",
+        "settled_bytes=stream.settled_bytes + 1)",
     ),
     Mutation(
         "done-before-readable",
@@ -288,7 +292,7 @@ IN_DECODE = (
         "done-not-said",
         "prefill never hears that decode has everything",
         "kvtransfer.receive_machine:ReceiveMachine._arrived",
-        "self._send(transfer.link, KvDone(*transfer.key))",
+        "self._send(link, KvDone(*transfer.key))",
         "pass",
     ),
 )

@@ -12,7 +12,7 @@
   former one is seen under a name that nobody can answer to.
 
 Nothing is delivered twice or out of order within a connection: TCP has no such fault, and the protocol does not claim
-to survive one. `tamper` may change the bytes of what is delivered, for protocols that detect it.
+to survive one. `tamper` may change the bytes of what is delivered, or swallow it, for protocols that detect it.
 """
 
 from collections import deque
@@ -40,7 +40,7 @@ class Network:
         self.num_broken = 0
         self.connections: list[Connection] = []
         self.deaths: dict[tuple[str, str], float] = {}  # when which (host, generation) died
-        self.tamper: Callable[[str, str, Frames], Frames] | None = None
+        self.tamper: Callable[[Frames], Frames | None] | None = None
         self._latency = latency
         self._fragility = fragility
         self._listeners: dict[str, Listener] = {}
@@ -137,10 +137,12 @@ class Lane:
             timeline.at(self._on_way[0][0], self._arrive)
 
     def pass_on(self, frames: Frames) -> None:
-        if self._network.tamper is not None:
-            frames = self._network.tamper(self._source, self._target, frames)
+        arrived = frames if self._network.tamper is None else self._network.tamper(frames)
+        if arrived is None:
+            self._network.num_lost += 1
+            return
         self.num_unread += 1
-        self._deliver(self, frames)
+        self._deliver(self, arrived)
 
     def cut(self) -> list[Frames]:
         """Ends the lane and returns what was on its way."""

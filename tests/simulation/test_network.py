@@ -168,7 +168,7 @@ def test_fragile_connections_break_with_traffic():
 
 def test_bytes_may_be_tampered_with():
     pair = Pair().connected()
-    pair.network.tamper = lambda source, target, frames: [frame + b"!" for frame in frames]
+    pair.network.tamper = lambda frames: [frame + b"!" for frame in frames]
     pair.dialer.send([b"x"])
     pair.run(1.0)
     assert pair.heard() == [("link", b"x!")]

@@ -10,7 +10,11 @@ from typing import Any
 from kvtransfer.errors import MessageError
 from kvtransfer.layout import KvBody
 from kvtransfer.messages import (
+    KvFirstToken,
+    KvHeader,
+    KvOffer,
     Refused,
+    RequestKey,
     decode_from_decode,
     decode_from_gateway,
     decode_from_prefill,
@@ -149,11 +153,13 @@ class SimKvDialer:
 
 
 class SimKvListener:
-    """Stands for `KvListener`, decode's end of the KV links."""
+    """Stands for `KvListener`, decode's end of the KV links. `passed_bytes`: of each transfer, how much KV is on its
+    way no more, arrived or lost; a link keeps the order, so what has come tells."""
 
     def __init__(self, network: Network, host: str, endpoint: str, hwm: int, wake: Callable[[], None]) -> None:
         self.endpoint = endpoint
         self.on_send: Watch = ignore
+        self.passed_bytes: dict[RequestKey, int] = {}
         self._listener = Listener(network, host, endpoint, hwm, wake)
 
     def receive(self) -> tuple[bytes, Any, KvBody | None] | None:
@@ -164,7 +170,14 @@ class SimKvListener:
         if len(frames) not in (1, 3):
             return name.encode(), MessageError(f"{len(frames)} frames, a KV message has 1 or 3"), None
         body = KvBody(memoryview(frames[1]), memoryview(frames[2])) if len(frames) == 3 else None
-        return name.encode(), decode_from_prefill.or_error([frames[0]]), body
+        message = decode_from_prefill.or_error([frames[0]])
+        self._note_passed(message, body)
+        return name.encode(), message, body
+
+    def _note_passed(self, message: Any, body: KvBody | None) -> None:
+        if isinstance(message, KvHeader | KvFirstToken | KvOffer):
+            key, num_bytes = (message.request_id, message.attempt), 0 if body is None else len(body.k) + len(body.v)
+            self.passed_bytes[key] = max(self.passed_bytes.get(key, 0), message.sent_bytes + num_bytes)
 
     @property
     def has_unread(self) -> bool:

@@ -12,9 +12,11 @@ from decode.config import ROOM_SHARE
 from decode.scheduler import DecodeLimits, DecodeScheduler
 from decode.worker import DecodeRole
 from kvtransfer.control import GatewayLinks, LinkTiming
+from kvtransfer.frames import FrameOptions
 from kvtransfer.link_name import new_link_name
 from kvtransfer.messages import PROTOCOL_VERSION, Hello, KvHello, Limits, Role
-from kvtransfer.receive_machine import ReceiverLimits
+from kvtransfer.receive_commands import ReceiverLimits
+from kvtransfer.send_commands import SenderTiming
 from kvtransfer.worker import IDLE_WAIT_S, StopRequested, Worker
 from prefill.scheduler import PrefillLimits, PrefillScheduler
 from prefill.worker import PrefillRole
@@ -32,6 +34,12 @@ CONTROL_TURN_A_LAYER = 0.1
 LEFT_RUNNING_S = 3600.0
 
 
+class HandoverWatch(Protocol):
+    """Who checks what decode says to prefill."""
+
+    def decode_says(self, node: "DecodeNode", message: Any) -> None: ...
+
+
 class WorkerWatch(Protocol):
     """Who checks what a worker does."""
 
@@ -43,7 +51,8 @@ class WorkerWatch(Protocol):
 
     def worker_says(self, node: "WorkerNode", gateway: str, message: Any) -> None: ...
 
-    def decode_says(self, node: "DecodeNode", message: Any) -> None: ...
+    @property
+    def handover(self) -> "HandoverWatch": ...
 
 
 class WorkerNode(Process, abc.ABC):
@@ -62,7 +71,7 @@ class WorkerNode(Process, abc.ABC):
         life: int,
     ) -> None:
         super().__init__(network.timeline, host, life)
-        self.config, self.network, self.watch = config, network, watch
+        self.config, self.network, self.model, self.watch = config, network, model, watch
         self.exit_code: int | None = None
         self.engine_thread = self._thread(self._engine_turn)
         self.control_thread = self._thread(self._control_turn)
@@ -183,7 +192,6 @@ class PrefillNode(WorkerNode):
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
-            lease=config.lease,
             queue_timeout=config.queue_timeout,
         )
         self.scheduler = PrefillScheduler(self.engine.pool, config.queue_rules, limits, self.engine.eos_token_ids)
@@ -193,9 +201,10 @@ class PrefillNode(WorkerNode):
             KvHello(PROTOCOL_VERSION, hello.worker_id, hello.generation, hello.fingerprint, hello.layout),
             HashSource(self.engine, self.scheduler),
             self.inbox,
-            config.lease / 4,
+            SenderTiming(config.keepalive, config.lease),
             self.dialer,
             ThreadHandle(self.kv_thread),
+            FrameOptions(with_checksum=config.with_checksum),
         )
         return PrefillRole(self.engine, self.scheduler, self.sender, clock=self.timeline.clock)
 
@@ -230,13 +239,13 @@ class DecodeNode(WorkerNode):
             offer_timeout=config.queue_timeout + config.lease,
         )
         self.scheduler = DecodeScheduler(self.engine.pool, config.queue_rules, limits, self.engine.eos_token_ids)
-        self.sink = HashSink(self.engine, self.scheduler)
-        self._listener = SimKvListener(
+        self.sink = HashSink(self.engine, self.scheduler, self.model)
+        self.listener = SimKvListener(
             self.network, self.host, self.kv_endpoint, config.kv_back_hwm, self.kv_thread.wake
         )
-        self._listener.on_send = lambda link, message: self.watch.decode_says(self, message)
+        self.listener.on_send = lambda link, message: self.watch.handover.decode_says(self, message)
         self.receiver = SimReceiver(
-            self._listener,
+            self.listener,
             self.hello,
             self.sink,
             ReceiverLimits(config.window_bytes, config.lease),
@@ -251,4 +260,4 @@ class DecodeNode(WorkerNode):
         return wait
 
     def _close_kv(self) -> None:
-        self._listener.close()
+        self.listener.close()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from gateway.backend import InvalidRequestError, OverloadedError, RequestFailedError, UnavailableError
+from gateway.backend import InvalidRequestError, OverloadedError, RequestFailedError, Traits, UnavailableError
 from gateway.merge import InconsistentOutputError
 from kvtransfer.messages import Role, SamplingParams
 from tests.simulation.clients import Ask, Client, State, draw_asks
@@ -21,6 +21,7 @@ from tests.simulation.gateway_node import GatewayNode, endpoint_of
 from tests.simulation.invariants import Invariants
 from tests.simulation.model import HashModel
 from tests.simulation.network import Network
+from tests.simulation.noise import Noise
 from tests.simulation.process import Process
 from tests.simulation.timeline import Timeline
 from tests.simulation.worker_node import DecodeNode, PrefillNode, WorkerNode
@@ -69,6 +70,8 @@ class World:
         self.timeline = Timeline(seed)
         self.config: WorldConfig = draw_config(self.timeline.rng("config"))
         self.network = Network(self.timeline, self.config.latency, self.config.fragility)
+        self.noise = Noise(self.timeline.rng("noise"), self.config.damage, self.config.loss)
+        self.network.tamper = self.noise if self.config.damage or self.config.loss else None
         self.model = HashModel(self.config.num_layers)
         self.nodes: dict[str, WorkerNode | GatewayNode] = {}
         self.invariants = Invariants(self.config, self.network, self.model, self.nodes)
@@ -208,6 +211,8 @@ class World:
         self.timeline.note("world", "is healed")
         self.is_healed = True
         self.network.heal()
+        if not self.config.is_calm:
+            self.network.tamper = None
         for node in self.nodes.values():
             node.paused_until = min(node.paused_until, self.timeline.now)
             node.slowness = 1.0
@@ -258,7 +263,7 @@ class World:
             require(isinstance(error, InvalidRequestError | OverloadedError | UnavailableError), *what)
             return
         require(not isinstance(error, InvalidRequestError), *what)
-        require(climate is not Climate.CALM, *what, "although nothing is wrong")
+        require(not self.config.is_calm, *what, "although nothing is wrong")
         require(not isinstance(error, RequestFailedError), *what, "although others could have taken it over")
         if climate is Climate.CLIENTS:
             require(not isinstance(error, UnavailableError), *what, "although all workers are well")
@@ -283,7 +288,7 @@ class World:
 
     def _probe_ask(self, number: int) -> Ask:
         sampling = SamplingParams(max_tokens=4, seed=number, ignore_eos=True)
-        return Ask(f"probe{number}", self.timeline.now, 0, (5 + number, 6, 7, 8), sampling)
+        return Ask(f"probe{number}", self.timeline.now, 0, (5 + number, 6, 7, 8), sampling, Traits())
 
     def _come_to_rest(self) -> None:
         stop = self.timeline.now + self.config.rest_s
@@ -295,3 +300,5 @@ class World:
         self._check_log()
         for node in self.nodes.values():
             self.invariants.check_at_rest(node)
+        if self.config.is_calm:
+            self.invariants.handover.check_damage(self.noise.num_damaged)
