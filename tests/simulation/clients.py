@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gateway.backend import BackendError, Traits
+from gateway.modes import Mode
 from kvtransfer.messages import EndReason, SamplingParams
 from tests.simulation.config import WorldConfig
 from tests.simulation.errors import require
 from tests.simulation.gateway_node import GatewayNode
 from tests.simulation.model import FIRST_TEXT_TOKEN, VOCAB_SIZE, HashModel
+
+MODES = (Mode.DISAGGREGATED, None, Mode.LOCAL)
+MODE_WEIGHTS = (5, 3, 1)  # most trouble is where KV travels
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def _draw_ask(rng: random.Random, config: WorldConfig, name: str, at: float, pro
         gateway=rng.randrange(config.num_gateways),
         prompt=prompt,
         sampling=sampling,
-        traits=Traits(rng.choice(("", "", "salt")), rng.randint(-1, 1)),
+        traits=Traits(rng.choice(("", "", "salt")), rng.randint(-1, 1), rng.choices(MODES, MODE_WEIGHTS)[0]),
         leave_after=rng.choice(_leaves(rng)) if may_leave and rng.random() < 0.3 else None,
         dawdle=rng.uniform(0, 0.1) if may_leave and rng.random() < 0.2 else None,
         is_possible=is_possible,

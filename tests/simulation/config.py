@@ -47,6 +47,7 @@ class WorldConfig:
     queue_timeout: float
     stream_buffer_tokens: int
     max_in_flight: int
+    local_threshold: int
     same_prompt: float  # share of requests whose prompt is like that of another one
     trouble_s: float  # until everything is healed
     num_faults: int
@@ -132,6 +133,7 @@ def draw_config(rng: random.Random) -> WorldConfig:
         queue_timeout=600.0 if is_calm else rng.choice((1.0, 4.0)),
         stream_buffer_tokens=rng.choice((4, 64)) if not is_calm else 64,
         max_in_flight=4 if is_tight else 64,
+        local_threshold=rng.choice((0, 4, 16)),
         same_prompt=rng.choice((0.0, 0.6)),
         trouble_s=rng.uniform(1.0, 7.0),
         num_faults=rng.choice((1, 2, 4, 8)) if may_break else 0,

@@ -6,6 +6,7 @@ from gateway.cluster import Cluster, ClusterSettings
 from gateway.dispatch import Dispatcher, DispatchSettings
 from gateway.failover import FailoverSettings, RetryReason
 from gateway.flight import FlightState
+from gateway.modes import ModeRules
 from gateway.observer import KvHandover, RequestOutcome
 from kvtransfer.link_name import worker_of
 from kvtransfer.messages import RequestKey
@@ -49,6 +50,7 @@ class GatewayNode(Process):
             request_timeout_s=LONG_S,
             first_token_timeout_s=LONG_S,
             tick_s=config.tick,
+            modes=ModeRules(local_threshold=config.local_threshold),
             failover=FailoverSettings(config.max_retries, config.failover_timeout),
         )
         self.dispatcher = Dispatcher(self.cluster, settings, self, self.timeline.clock)

@@ -47,6 +47,7 @@ class Invariants:
         self._taken: dict[tuple[str, str, RequestKey], int] = {}  # the link's introduction
         self._told: dict[str, dict[tuple[str, RequestKey], bool]] = {}  # by gateway: who has which request
         self._outcomes: Counter[str] = Counter()
+        self.num_local = 0  # attempts whose prompt decode computes
         self._names: dict[str, str] = {}
         self._to_go: dict[str, list[Request]] = {}  # by worker: what it has been told to cancel
         self._cancelled: set[tuple[str, RequestKey]] = set()
@@ -173,6 +174,7 @@ class Invariants:
             case PrefillRequest(request=spec) | DecodeRequest(request=spec):
                 key = (spec.request_id, spec.attempt)
                 self._specs[key] = spec
+                self.num_local += isinstance(message, DecodeRequest) and message.source is None
                 told[worker_id, key] = True
                 node.note(f"{self.name(key)} goes to {worker_id}")
             case Cancel(request_id, attempt):

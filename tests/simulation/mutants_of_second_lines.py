@@ -18,7 +18,7 @@ SECOND_LINES = (
         "old-link-to-new-decode",
         "KV is offered to whoever sits behind the address now (it expects none, and takes none)",
         "kvtransfer.send_machine:SendMachine._on_welcome",
-        "generation != peer.target.generation",
+        "welcome.generation != peer.target.generation",
         "False",
     ),
     Mutation(

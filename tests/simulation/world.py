@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from gateway.backend import InvalidRequestError, OverloadedError, RequestFailedError, Traits, UnavailableError
 from gateway.merge import InconsistentOutputError
+from gateway.modes import Mode
 from kvtransfer.messages import Role, SamplingParams
 from tests.simulation.clients import Ask, Client, State, draw_asks
 from tests.simulation.config import Climate, WorldConfig, draw_config
@@ -288,7 +289,9 @@ class World:
 
     def _probe_ask(self, number: int) -> Ask:
         sampling = SamplingParams(max_tokens=4, seed=number, ignore_eos=True)
-        return Ask(f"probe{number}", self.timeline.now, 0, (5 + number, 6, 7, 8), sampling, Traits())
+        return Ask(
+            f"probe{number}", self.timeline.now, 0, (5 + number, 6, 7, 8), sampling, Traits(mode=Mode.DISAGGREGATED)
+        )
 
     def _come_to_rest(self) -> None:
         stop = self.timeline.now + self.config.rest_s
