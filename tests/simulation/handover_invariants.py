@@ -54,6 +54,9 @@ class HandoverInvariants:
         for transfer in node.receiver.machine._book:
             job = node.scheduler.find(transfer.key)
             require(job is not None and job.lent, node.title, transfer.key, "is received, but its blocks are not lent")
+            received = node.listener.received_bytes[transfer.key]
+            settled = sum(stream.settled_bytes for stream in transfer.streams.values())
+            require(settled >= received, node.title, transfer.key, received, "bytes have come,", settled, "are settled")
 
     def decode_says(self, node: DecodeNode, message: Any) -> None:
         match message:

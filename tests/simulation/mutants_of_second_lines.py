@@ -70,4 +70,11 @@ SECOND_LINES = (
         "self._end_the_silent(now)",
         "pass",
     ),
+    Mutation(
+        "broken-link-kept",
+        "a link that decode has lost track of is used on (which is rare, and then its transfers are silent, and fail)",
+        "kvtransfer.send_machine:SendMachine._on_refused",
+        "self._drop_peer(name, reason)\n        return",
+        "return",
+    ),
 )

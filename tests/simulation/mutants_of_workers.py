@@ -192,13 +192,6 @@ IN_PREFILL = (
         "pass",
     ),
     Mutation(
-        "broken-link-kept",
-        "a link that decode has lost track of is used on",
-        "kvtransfer.send_machine:SendMachine._on_refused",
-        "self._drop_peer(name, reason)\n        return",
-        "return",
-    ),
-    Mutation(
         "old-link-for-new-target",
         "a decode worker that was restarted is reached by the former link",
         "kvtransfer.send_machine:SendMachine._dial",

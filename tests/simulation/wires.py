@@ -4,6 +4,7 @@ Each tells its `watch` of what goes in and out, so that invariants can be checke
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -154,12 +155,13 @@ class SimKvDialer:
 
 class SimKvListener:
     """Stands for `KvListener`, decode's end of the KV links. `passed_bytes`: of each transfer, how much KV is on its
-    way no more, arrived or lost; a link keeps the order, so what has come tells."""
+    way no more, arrived or lost; a link keeps the order, so what has come tells. `received_bytes`: what has arrived."""
 
     def __init__(self, network: Network, host: str, endpoint: str, hwm: int, wake: Callable[[], None]) -> None:
         self.endpoint = endpoint
         self.on_send: Watch = ignore
         self.passed_bytes: dict[RequestKey, int] = {}
+        self.received_bytes: Counter[RequestKey] = Counter()
         self._listener = Listener(network, host, endpoint, hwm, wake)
 
     def receive(self) -> tuple[bytes, Any, KvBody | None] | None:
@@ -177,6 +179,7 @@ class SimKvListener:
     def _note_passed(self, message: Any, body: KvBody | None) -> None:
         if isinstance(message, KvHeader | KvFirstToken | KvOffer):
             key, num_bytes = (message.request_id, message.attempt), 0 if body is None else len(body.k) + len(body.v)
+            self.received_bytes[key] += num_bytes
             self.passed_bytes[key] = max(self.passed_bytes.get(key, 0), message.sent_bytes + num_bytes)
 
     @property
