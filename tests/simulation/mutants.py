@@ -7,5 +7,5 @@ from tests.simulation.mutants_of_workers import IN_DECODE, IN_ENGINE, IN_PREFILL
 
 MUTANTS = (*IN_ENGINE, *IN_SHARING, *IN_PREFILL, *IN_DECODE, *IN_LOSSES, *IN_CONTROL, *IN_GATEWAY, *IN_FAILOVER)
 ALL = (*MUTANTS, *SECOND_LINES)
-MOST_SEEDS = 400
+MOST_SEEDS = 600
 """Each of `MUTANTS` is found by one of the first so many seeds."""

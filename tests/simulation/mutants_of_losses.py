@@ -46,13 +46,6 @@ IN_LOSSES = (
         "return Verdict.NEXT",
     ),
     Mutation(
-        "resend-number-not-compared",
-        "what was sent before the question is taken for the answer",
-        "kvtransfer.stream:IncomingStream.judge",
-        "if header.resend < layer.resend:",
-        "if False:",
-    ),
-    Mutation(
         "asked-from-one-later",
         "the first missing token is not asked for",
         "kvtransfer.stream:IncomingStream.ask_again",
@@ -86,12 +79,5 @@ IN_LOSSES = (
         "kvtransfer.intake:FrameIntake.on_repeated_offer",
         "for resend in stream.unheard_resends(offer.num_resends):",
         "for resend in ():",
-    ),
-    Mutation(
-        "gap-not-asked",
-        "what was lost is not asked for where the gap shows",
-        "kvtransfer.intake:FrameIntake._take_intact",
-        "if verdict is Verdict.GAP:",
-        "if False:",
     ),
 )

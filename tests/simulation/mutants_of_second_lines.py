@@ -77,4 +77,18 @@ SECOND_LINES = (
         "self._drop_peer(name, reason)\n        return",
         "return",
     ),
+    Mutation(
+        "resend-number-not-compared",
+        "what was sent before the question is taken for the answer (its tokens tell; it costs repetitions only)",
+        "kvtransfer.stream:IncomingStream.judge",
+        "if header.resend < layer.resend:",
+        "if False:",
+    ),
+    Mutation(
+        "gap-not-asked",
+        "what was lost is not asked for where the gap shows (the first token asks)",
+        "kvtransfer.intake:FrameIntake._take_intact",
+        "if verdict is Verdict.GAP:",
+        "if False:",
+    ),
 )
