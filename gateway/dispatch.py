@@ -99,6 +99,7 @@ class Dispatcher(Backend):
         self._settings = settings
         self._clock = clock
         self._control: ControlLink | None = None
+        self._has_reset = False
         self._complaints = Complaints()
         self._audience = Audience(observer)
         self._flights = Flights(self._send, self._audience, clock)
@@ -160,6 +161,7 @@ class Dispatcher(Backend):
             self._flights.end(flight)  # no-op unless the consumer leaves early
 
     def reset_prefix_cache(self) -> None:
+        self._has_reset = True
         self._flights.held.forget_all()
         told = [self._send(worker.worker_id, ResetPrefixCache()) for worker in self.workers]
         if not all(told):
@@ -246,6 +248,8 @@ class Dispatcher(Backend):
         if reaction.joined is not None:
             self._complaints.settle(reaction.joined.worker_id)
             self._on_worker_change(reaction.joined, "joined", logging.INFO)
+            if self._has_reset:  # it may have been away, with its cache, when the others were told
+                self._send(reaction.joined.worker_id, ResetPrefixCache())
         if reaction.worker is not None:
             for output in reaction.outputs:
                 self._on_output(reaction.worker, output)

@@ -43,7 +43,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     try:
         fields: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.ValidationError as error:
-        if str(error).startswith("Number out of range"):
+        if "out of range" in str(error):  # of a float64, or of the digits that Python takes for an integer
             raise _out_of_range(body) from None
         raise InvalidFieldError("the body must be a JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError):

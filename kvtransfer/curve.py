@@ -177,6 +177,8 @@ def _load_secret_key(path: Path) -> bytes:
 def _read(path: Path) -> tuple[bytes, bytes | None]:
     """Public and secret key of a file."""
     try:
+        if not path.is_file():
+            raise FileNotFoundError
         keys = load_certificate(path)
         for key in keys:
             if key is not None and (len(key) != 40 or len(z85.decode(key)) != 32):

@@ -63,13 +63,16 @@ class LinkSpec:
 
 
 def _delay(text: str) -> float:
-    return _quantity("delay", text, _SECONDS)
+    value = _quantity("delay", text, _SECONDS)
+    if value > MAX_DELAY_S:
+        raise SettingsError(f"--kv-link: a delay of at most {MAX_DELAY_S:g} s")
+    return value
 
 
 def _bandwidth(text: str) -> float:
     value = _quantity("bandwidth", text, _BYTES_A_SECOND)
-    if value == 0:
-        raise SettingsError("--kv-link: a bandwidth of 0 carries nothing")
+    if value < MIN_BYTES_A_SECOND:
+        raise SettingsError("--kv-link: a bandwidth of at least 1Kbit")
     return value
 
 
@@ -80,6 +83,8 @@ def _loss(text: str) -> float:
     return float(text)
 
 
+MAX_DELAY_S: Final = 60.0
+MIN_BYTES_A_SECOND: Final = 125.0
 _PARSERS: Final = {"delay": _delay, "bandwidth": _bandwidth, "loss": _loss}
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 
 import pytest
 import uvicorn
@@ -50,3 +51,13 @@ def test_a_gateway_that_was_told_to_stop_while_it_started_ends_well(stop):
     signal.raise_signal(signal.SIGTERM)
     running = _run(config, tokenizer_of_world(), _listen("127.0.0.1", 0), stop, keys=None)
     assert asyncio.run(asyncio.wait_for(running, 10.0)) == 0
+
+
+def test_a_connection_sends_each_token_at_once():
+    """asyncio switches Nagle's algorithm off only where a socket says that it is TCP."""
+    with _listen("127.0.0.1", 0) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()):
+            accepted, _ = listener.accept()
+            with accepted:
+                assert accepted.proto == socket.IPPROTO_TCP

@@ -4,7 +4,7 @@ import pytest
 
 from gateway.backend import TokenDelta, Traits
 from kvtransfer.messages import EndReason, PrefillRequest, RequestOutput, ResetPrefixCache
-from tests.gateway.cluster_world import step
+from tests.gateway.cluster_world import hello, step
 from tests.gateway.cluster_world import world as cluster
 from tests.gateway.http_world import ScriptedBackend, ids_of, make_world
 from tests.gateway.test_streaming import events_of
@@ -73,6 +73,16 @@ async def test_every_worker_is_told_to_empty_its_cache():
         for worker_id in ("prefill-0", "decode-0"):
             assert it.control.to(worker_id, ResetPrefixCache) == [ResetPrefixCache()]
         assert it.control.num_sent == {"prefill-0": 1, "decode-0": 1}, "numbered like all that must not be lost"
+
+
+@pytest.mark.anyio
+async def test_a_worker_that_was_away_is_told_when_it_comes_back():
+    async with cluster(*BOTH) as it:
+        await it.pass_time(3.0, {"prefill-0": "g1"})
+        it.dispatcher.reset_prefix_cache()
+        assert it.control.to("decode-0", ResetPrefixCache) == []
+        await it.hear("decode-0", hello("decode-0", introduction=2))
+        assert it.control.to("decode-0", ResetPrefixCache) == [ResetPrefixCache()]
 
 
 @pytest.mark.anyio

@@ -61,7 +61,7 @@ def body(num_bytes=500) -> KvBody:
         ("bandwidth=1Gbit,delay=0ms", LinkSpec(0.0, 125e6)),
         ("bandwidth=2.5Mbit", LinkSpec(bandwidth=312_500)),
         ("bandwidth=8Kbit, loss=0.01", LinkSpec(bandwidth=1000, loss=0.01)),
-        ("bandwidth=8bit", LinkSpec(bandwidth=1)),
+        ("bandwidth=8000bit", LinkSpec(bandwidth=1000.0)),
         ("loss=0", LinkSpec()),
     ],
 )
@@ -74,7 +74,16 @@ def test_what_is_well_formed_is_taken(text, spec):
     "text",
     [
         *("delay", "delay=", "delay=20", "delay=20us", "delay=-1ms", "delay=1e3ms", "delay=20ms,", ",", "delay =1s"),
-        *("bandwidth=1", "bandwidth=1gbit", "bandwidth=1Gbyte", "bandwidth=0Mbit", "bandwidth=inf", "jitter=3ms"),
+        *(
+            "bandwidth=1",
+            "bandwidth=1gbit",
+            "bandwidth=1Gbyte",
+            "bandwidth=0Mbit",
+            "bandwidth=inf",
+            "jitter=3ms",
+            "bandwidth=999bit",
+            "delay=61s",
+        ),
         *("loss=1", "loss=1%", "loss=-0.1", "loss=nan", "loss=", "delay=1ms,delay=2ms", "Delay=1ms", "delay=٣ms"),
     ],
 )

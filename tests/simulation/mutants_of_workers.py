@@ -111,8 +111,8 @@ IN_PREFILL = (
         "prefill-last-block",
         "no room for the last token of the prompt",
         "prefill.scheduler:PrefillScheduler._admit",
-        "self._take_blocks(request, request.num_prefill, cached)",
-        "self._take_blocks(request, request.num_prefill - 1, cached)",
+        "self._first_blocks(request, request.num_prefill, cached)",
+        "self._first_blocks(request, request.num_prefill - 1, cached)",
     ),
     Mutation(
         "prefill-keeps-closed",
@@ -205,8 +205,8 @@ IN_DECODE = (
         "decode-last-block",
         "no room for the last token of the prompt",
         "decode.scheduler:DecodeScheduler._admit",
-        "self._take_blocks(request, num_tokens, cached)",
-        "self._take_blocks(request, num_tokens - 1, cached)",
+        "self._first_blocks(request, num_tokens, cached)",
+        "self._first_blocks(request, num_tokens - 1, cached)",
     ),
     Mutation(
         "resume-one-late",
@@ -226,8 +226,8 @@ IN_DECODE = (
         "drop-an-offer",
         "an offer that came before its request is forgotten",
         "kvtransfer.incoming:IncomingBook.open",
-        "return list(self._parked.pop((transfer.key, transfer.peer), {}).values())",
-        "self._parked.pop((transfer.key, transfer.peer), None)\n    return []",
+        "return list(self._unpark(transfer.key, transfer.peer).values())",
+        "self._unpark(transfer.key, transfer.peer)\n    return []",
     ),
     Mutation(
         "offer-not-reported",
@@ -240,7 +240,7 @@ IN_DECODE = (
         "stale-offers-kept",
         "offers that nobody asks for stay for ever",
         "kvtransfer.incoming:IncomingBook.silent_since",
-        "del self._parked[name]",
+        "self._unpark(key, peer)",
         "pass",
     ),
     Mutation(
