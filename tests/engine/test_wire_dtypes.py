@@ -11,6 +11,7 @@ from engine.wire_fp8 import dequantise, quantise
 from kernels.reference import ReferenceKernels
 from kvtransfer import receive_machine as machine_module
 from kvtransfer.channel import KvListener
+from kvtransfer.faults import unwatched
 from kvtransfer.frames import FrameMaker, FrameOptions
 from kvtransfer.incoming import KvOffered, ReceptionOutcome
 from kvtransfer.layout import FP8
@@ -52,7 +53,9 @@ def transfer(options: FrameOptions, window=4096) -> tuple[KvCache, KvCache, list
     for layer in range(2):
         k, v = (torch.randn(NUM_TOKENS, 3, 16, generator=dice).to(torch.bfloat16) for _ in "kv")
         ours.splice(layer, our_blocks, 0, NUM_TOKENS, k, v)
-    find = lambda blocks: SimpleNamespace(find=lambda key: SimpleNamespace(block_ids=blocks))  # noqa: E731
+    find = lambda blocks: SimpleNamespace(  # noqa: E731
+        find=lambda key: SimpleNamespace(block_ids=blocks, witness=unwatched)
+    )
     listener, sent, got = KvListener("127.0.0.1", 0), Mailbox(), Mailbox()
     sink = PoolSink(SimpleNamespace(kv_cache=theirs, layout=theirs.layout), find(their_blocks))
     receiver = KvReceiver(listener, (FINGERPRINT, theirs.layout), "g2", sink, ReceiverLimits(window, 30.0), got)
