@@ -10,7 +10,7 @@ from engine.kv_cache import dtype_named
 from engine.staging import BufferRing, Lane
 from engine.wire_fp8 import unpack
 from kvtransfer.layout import FP8, KvBody
-from kvtransfer.messages import MAX_BODY_BYTES, KvHeader, RequestKey
+from kvtransfer.messages import MAX_BODY_BYTES, KvHeader, LifetimeEvent, RequestKey
 
 NUM_BUFFERS: Final = 16
 """Bodies that the lane may be behind the socket."""
@@ -30,6 +30,7 @@ class StagedSink:
         """Copies K and V, each [tokens, heads, head_dim], into the request's own blocks, some time until `finish`."""
         job = self._scheduler.find(key)
         assert job is not None, f"{key} was freed while its KV was being written"
+        job.witness(key, LifetimeEvent.FIRST_FRAME)
         k, v = (self._to_device(part, header) for part in (body.k, body.v))
         with self._lane.active():
             self._kv_cache.splice(header.layer, job.block_ids, header.start, header.stop, k, v, header.head_start)

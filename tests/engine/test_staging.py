@@ -13,6 +13,7 @@ from decode.worker import PoolSink
 from engine.kv_cache import KvCache
 from engine.staging import BufferRing, LentBuffers
 from kernels.reference import ReferenceKernels
+from kvtransfer.faults import unwatched
 from kvtransfer.layout import FP8, KvBody
 from kvtransfer.messages import KvHeader, KvLayout
 from kvtransfer.outgoing import Piece
@@ -36,7 +37,7 @@ def engine(dtype="bfloat16", fill=True):
     return SimpleNamespace(kv_cache=cache, layout=cache.layout)
 
 
-JOBS = SimpleNamespace(find=lambda key: SimpleNamespace(block_ids=BLOCKS))
+JOBS = SimpleNamespace(find=lambda key: SimpleNamespace(block_ids=BLOCKS, witness=unwatched))
 PIECES = [Piece(0, 0, 20), Piece(1, 3, 9), Piece(0, 19, 20), Piece(1, 0, 20, FP8), Piece(0, 7, 8, FP8)]
 
 
