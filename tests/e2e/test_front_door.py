@@ -133,7 +133,7 @@ def test_characters_of_many_tokens_arrive_whole(http, prompt):
     streamed = stream(http, prompt, max_tokens=24, ignore_eos=True)
     whole = complete(http, prompt, max_tokens=24, ignore_eos=True)
     assert streamed.text == whole.text
-    assert streamed.usage == whole.usage
+    assert streamed.usage["total_tokens"] == whole.usage["total_tokens"]
     assert not any("\ufffd" in piece for piece in streamed.pieces[:-1])
     assert any(not char.isascii() for char in streamed.text)
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.client import body_of, complete
 from tests.e2e.cluster import DECODE, PREFILL, ROLES, Cluster, ClusterFlags, running_cluster
+from tests.e2e.processes import wait_until
 
 NUM_ROUNDS, NUM_CALLS = 4, 300
 MAX_GROWTH_MIB = 16.0
@@ -72,6 +73,8 @@ def test_a_storm_of_clients_that_leave_costs_nothing(stormy):
     rng = random.Random(4)
     before = probe_seconds(stormy)
     stormy.wait_pools_empty()
+    # Known from the first beat on; a worker is ready by its Hello.
+    wait_until(lambda: all(free_blocks(stormy).values()), within_s=10.0, what="the workers have said their pools")
     free_at_start = free_blocks(stormy)
     resident: list[dict[str, float]] = []
     seen: Counter[Departure] = Counter()
