@@ -315,9 +315,11 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The handshake failed, and fails again while nothing changes on either side."""
+    """The handshake failed, and fails again while nothing changes on either side; or, with `again`, this link is of no
+    use any more, and a new one may be."""
 
     reason: Text
+    again: bool = False
 
 
 class Reintroduce(Message, frozen=True):

@@ -305,7 +305,7 @@ class ReceiveMachine:
         What was on its way behind the breach, and strangers' noise, is counted and not logged: a log has a ceiling.
         """
         peer = self._peers.forget(link)
-        self._send(link, Refused("the link broke the protocol"))
+        self._send(link, Refused("the link broke the protocol", again=True))
         if peer is None:
             self.num_dropped += 1
             return

@@ -191,8 +191,8 @@ class SendMachine:
                 raise message
             case KvWelcome():
                 self._on_welcome(name, message)
-            case Refused(reason):
-                self._on_refused(name, reason)
+            case Refused(reason, again):
+                self._on_refused(name, reason, again=again)
             case KvGrant(request_id, attempt, first_token, window_bytes):
                 if transfer := self._heard_of(name, (request_id, attempt), now):
                     if wire_dtype := self._peers[name].wire_dtype:
@@ -224,14 +224,14 @@ class SendMachine:
         peer.is_welcome, peer.wire_dtype = True, self._frames.dtype_for(welcome)
         logger.info("KV link to %s is up, in %s", name, peer.wire_dtype or self._hello.layout.dtype)
 
-    def _on_refused(self, name: str, reason: str) -> None:
+    def _on_refused(self, name: str, reason: str, *, again: bool) -> None:
         """At the handshake the first word holds; what follows answers what was sent behind KvHello. Later on, the
         other side has lost track of this link (it was cut, or its peer restarted): the next transfer dials anew."""
         peer = self._peers[name]
         if peer.refusal is not None:
             return
         logger.error("decode worker %s refused our KV: %s", name, reason)
-        if peer.is_welcome:
+        if again or peer.is_welcome:
             self._drop_peer(name, reason)
             return
         peer.refusal = reason

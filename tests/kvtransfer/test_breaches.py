@@ -165,7 +165,7 @@ def test_a_breach_costs_its_sender_the_link_and_nobody_else_anything(breach):
         decode.expect(KEY, raw.peer, 2)
         wait_until(lambda: decode.receiver._machine._book.get(KEY))
         breach(raw)
-        assert raw.hear() == Refused("the link broke the protocol")
+        assert raw.hear() == Refused("the link broke the protocol", again=True)
         end = decode.end_of(KEY)
         assert (end.outcome, end.reason) == (ReceptionOutcome.FAILED, "the prefill worker broke the protocol")
         raw.hangs_up()

@@ -37,6 +37,7 @@ HAVE_DEFAULTS = {
     ("DecodeRequest", "sequence"),
     ("Cancel", "sequence"),
     ("ResetPrefixCache", "sequence"),
+    ("Refused", "again"),
     ("KvHello", "head_start"),
     ("KvHello", "head_stop"),
     ("KvWelcome", "wire_dtypes"),

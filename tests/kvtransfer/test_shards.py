@@ -227,7 +227,7 @@ def test_heads_that_a_link_does_not_bring_are_a_breach_that_ends_the_transfer_of
         for peer in peers:
             assert isinstance(peer.hear(), KvGrant)
         peers[0].send(*rectangle(peers[0]))
-        assert peers[0].hear() == Refused("the link broke the protocol")
+        assert peers[0].hear() == Refused("the link broke the protocol", again=True)
         assert peers[1].hear() == KvRevoke(*KEY, "the prefill worker broke the protocol")
         assert decode.end_of(KEY).outcome is ReceptionOutcome.FAILED
         for peer in peers:
