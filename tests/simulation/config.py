@@ -104,6 +104,8 @@ def draw_config(rng: random.Random) -> WorldConfig:
     damage, loss = (rng.choice((0.0, 0.02, 0.2)) if may_damage else 0.0 for _ in range(2))
     slow_link = rng.random() < 0.3
     window_bytes = rng.choice((8, 48, 200, 4096))
+    if climate is Climate.LOSSY:  # a window that is lost whole waits for the next offer: smaller ones take minutes
+        window_bytes = max(window_bytes, 200)
     return WorldConfig(
         climate=climate,
         num_prefill=rng.choice((1, 1, 2, 3)),
