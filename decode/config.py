@@ -6,7 +6,7 @@ from typing import Final
 from engine.config import EngineConfig
 from kvtransfer.addresses import check_host, check_private_bind, is_wildcard
 from kvtransfer.errors import SettingsError
-from kvtransfer.settings import setting
+from kvtransfer.settings import ProcessSettings, like, setting
 
 ROOM_SHARE: Final = 0.9
 
@@ -24,12 +24,7 @@ class DecodeConfig(EngineConfig):
         metavar="HOST",
         default_text="the same as --kv-host",
     )
-    insecure: bool = setting(
-        False,
-        "Allow sockets without keys on addresses that other machines can reach: whoever reaches them is taken at his "
-        "word, and all is sent in clear.",
-        group="network",
-    )
+    insecure: bool = like(ProcessSettings, "insecure")
     kv_window_mib: int = setting(
         16, "KV of one request that may be on its way at once, in MiB.", group="network", ge=1, le=4096
     )

@@ -8,7 +8,7 @@ from kvtransfer.addresses import check_endpoint
 from kvtransfer.errors import SettingsError
 from kvtransfer.faults import FaultPlan
 from kvtransfer.messages import NAME_PATTERN
-from kvtransfer.settings import Settings, setting
+from kvtransfer.settings import ProcessSettings, Settings, like, setting
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -91,14 +91,7 @@ class EngineConfig(Settings):
         group="network",
         metavar="tcp://HOST:PORT",
     )
-    curve_dir: str | None = setting(
-        None,
-        "Folder with the keys of our processes, made by `kvsplice keys`: all connections between them are encrypted, "
-        "and take known keys alone.",
-        group="network",
-        metavar="DIR",
-        default_text="no keys, connections in clear",
-    )
+    curve_dir: str | None = like(ProcessSettings, "curve_dir")
     curve_name: str | None = setting(
         None,
         "Name of this worker's own key; its worker id must be this name, or begin with it and a dash.",
@@ -139,7 +132,7 @@ class EngineConfig(Settings):
     shutdown_timeout_s: float = setting(
         10.0, "Seconds that running requests get to end after SIGTERM.", group="timing", ge=0, le=3600
     )
-    log_level: str = setting("info", "How much to log.", group="process", choices=("debug", "info", "warning", "error"))
+    log_level: str = like(ProcessSettings, "log_level")
     fault: str | None = setting(
         None,
         "For tests: fail on purpose (kill, stop, die, die-kv, die-control) when the N-th request reaches an event of "

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvtransfer.addresses import check_host, check_private_bind
 from kvtransfer.errors import SettingsError
-from kvtransfer.settings import Settings, setting
+from kvtransfer.settings import ProcessSettings, Settings, like, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +47,8 @@ class GatewayConfig(Settings):
     )
     control_host: str = setting("127.0.0.1", "Address that workers dial.", group="network", metavar="HOST")
     control_port: int = setting(8790, "Port that workers dial.", group="network", ge=1, le=65535)
-    curve_dir: str | None = setting(
-        None,
-        "Folder with the keys of our processes, made by `kvsplice keys`: all connections between them are encrypted, "
-        "and take known keys alone.",
-        group="network",
-        metavar="DIR",
-        default_text="no keys, connections in clear",
-    )
-    insecure: bool = setting(
-        False,
-        "Allow sockets without keys on addresses that other machines can reach: whoever reaches them is taken at his "
-        "word, and all is sent in clear.",
-        group="network",
-    )
+    curve_dir: str | None = like(ProcessSettings, "curve_dir")
+    insecure: bool = like(ProcessSettings, "insecure")
     max_body_bytes: int = setting(8 << 20, "Largest request body, in bytes.", group="bounds", ge=1024, le=1 << 30)
     max_connections: int = setting(512, "Most open HTTP connections.", group="bounds", ge=1, le=1 << 20)
     max_concurrent_requests: int = setting(
@@ -116,7 +104,7 @@ class GatewayConfig(Settings):
     shutdown_timeout_s: float = setting(
         10.0, "Seconds that running requests get to end after SIGTERM.", group="timing", ge=0, le=3600
     )
-    log_level: str = setting("info", "How much to log.", group="process", choices=("debug", "info", "warning", "error"))
+    log_level: str = like(ProcessSettings, "log_level")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,7 +18,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, NoReturn, TypeVar
 
 from kvtransfer.errors import SettingsError
@@ -63,6 +63,14 @@ def setting(
     return made
 
 
+def like(config_class: "type[Settings]", name: str, *, group: str | None = None) -> Any:
+    """A setting that another config has too, taken from there: its default, bounds and help, under `group` if given."""
+    (twin,) = (entry for entry in fields(config_class) if entry.name == name)
+    about = twin.metadata["setting"]
+    about = about if group is None else replace(about, group=group)
+    return field(default=twin.default, repr=twin.repr, metadata={"setting": about})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Base of the roles' configs: checks choices and bounds when made. Subclasses add contradictions to
@@ -71,6 +79,28 @@ class Settings:
     def __post_init__(self) -> None:
         for option in options(type(self)):
             option.check(getattr(self, option.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSettings(Settings):
+    """What the gateway and the workers have alike. Taken from here one by one, with `like`: where a setting stands among
+    the others is each config's own."""
+
+    curve_dir: str | None = setting(
+        None,
+        "Folder with the keys of our processes, made by `kvsplice keys`: all connections between them are encrypted, "
+        "and take known keys alone.",
+        group="network",
+        metavar="DIR",
+        default_text="no keys, connections in clear",
+    )
+    insecure: bool = setting(
+        False,
+        "Allow sockets without keys on addresses that other machines can reach: whoever reaches them is taken at his "
+        "word, and all is sent in clear.",
+        group="network",
+    )
+    log_level: str = setting("info", "How much to log.", group="process", choices=("debug", "info", "warning", "error"))
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from engine.config import DEFAULT_MODEL
+from decode.config import DecodeConfig
+from engine.config import DEFAULT_MODEL, EngineConfig
+from gateway.config import GatewayConfig
 from kvtransfer.addresses import check_host
 from kvtransfer.emulated_link import LinkSpec
 from kvtransfer.errors import SettingsError
-from kvtransfer.settings import Settings, setting
+from kvtransfer.settings import ProcessSettings, Settings, like, setting
+from prefill.config import PrefillConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,41 +55,11 @@ def _is_http(url: str) -> bool:
 class ServeConfig(Settings):
     """All roles on this machine. Settings that a role has under the same name are passed on to it."""
 
-    model: str = setting(
-        DEFAULT_MODEL,
-        "Checkpoint to serve: the embedded default's name, a local Hugging Face folder, or a hub name.",
-        group="model",
-        metavar="PATH_OR_NAME",
-    )
-    served_model_name: tuple[str, ...] = setting(
-        (),
-        "Names that requests may use; the first one stands in answers.",
-        group="model",
-        metavar="NAME[,NAME]",
-        default_text="the model's name",
-    )
-    dtype: str = setting(
-        "auto",
-        "Number format of weights and activations; auto takes the checkpoint's.",
-        group="model",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
-    max_model_len: int | None = setting(
-        None,
-        "Most tokens of one request, prompt and output together.",
-        group="model",
-        ge=1,
-        default_text="the model's own limit",
-    )
-    default_seed: int | None = setting(
-        None,
-        "Seed of requests that bring none.",
-        group="model",
-        flag="seed",
-        ge=-(1 << 63),
-        le=(1 << 63) - 1,
-        default_text="drawn for each request",
-    )
+    model: str = like(EngineConfig, "model")
+    served_model_name: tuple[str, ...] = like(GatewayConfig, "served_model_name")
+    dtype: str = like(EngineConfig, "dtype")
+    max_model_len: int | None = like(EngineConfig, "max_model_len")
+    default_seed: int | None = like(GatewayConfig, "default_seed")
     prefill: int = setting(
         1,
         "Number of prefill workers; with 0, decode workers compute all prompts themselves.",
@@ -102,17 +75,8 @@ class ServeConfig(Settings):
         group="workers",
         choices=("auto", "cpu", "cuda"),
     )
-    kernels: str = setting(
-        "auto",
-        "Kernel backend; auto takes the best for the device.",
-        group="workers",
-        choices=("auto", "reference", "cpu", "triton"),
-    )
-    enforce_eager: bool = setting(
-        False,
-        "On a GPU: launch each kernel of a decode step by itself instead of replaying CUDA graphs.",
-        group="workers",
-    )
+    kernels: str = like(EngineConfig, "kernels", group="workers")
+    enforce_eager: bool = like(DecodeConfig, "enforce_eager", group="workers")
     cpu_threads: int | None = setting(
         None,
         "Threads of each worker for computing on a CPU.",
@@ -121,21 +85,8 @@ class ServeConfig(Settings):
         le=1024,
         default_text="the cores, split evenly among workers",
     )
-    default_mode: str = setting(
-        "auto",
-        "Where prompts are computed, unless a request says so in X-KVSplice-Mode: disaggregated on a prefill worker, "
-        "local on the decode worker itself, auto on either (see --local-prefill-threshold).",
-        group="modes",
-        choices=("auto", "disaggregated", "local"),
-    )
-    local_prefill_threshold: int = setting(
-        64,
-        "In auto mode, decode computes a prompt itself if all but so many tokens are in its cache; 0: only if there is "
-        "no prefill worker.",
-        group="modes",
-        ge=0,
-        le=1 << 20,
-    )
+    default_mode: str = like(GatewayConfig, "default_mode")
+    local_prefill_threshold: int = like(GatewayConfig, "local_prefill_threshold")
     max_num_batched_tokens: int = setting(
         512, "Prompt tokens in one step of a prefill worker.", group="batching and memory", ge=1, le=1 << 20
     )
@@ -150,73 +101,25 @@ class ServeConfig(Settings):
         64, "Most requests in one batch of a worker.", group="batching and memory", ge=1, le=65536
     )
     block_size: int = setting(16, "Tokens in one block of a KV pool.", group="batching and memory", ge=1, le=1024)
-    enable_prefix_caching: bool = setting(
-        True, "Keep the KV of prompts for later ones that begin alike.", group="batching and memory"
-    )
-    scheduling_policy: str = setting(
-        "fcfs",
-        "Who comes first: fcfs goes by arrival, priority by the requests' priority and then by arrival.",
-        group="batching and memory",
-        choices=("fcfs", "priority"),
-    )
-    kv_cache_dtype: str = setting(
-        "auto",
-        "Number format of the KV cache, the same on all workers of a model; auto takes that of --dtype. fp8 is e4m3, "
-        "with the checkpoint's k_scale and v_scale if it has any: half the memory and half the bytes between workers.",
-        group="batching and memory",
-        choices=("auto", "bfloat16", "float16", "float32", "fp8"),
-    )
-    gpu_memory_utilization: float = setting(
-        0.9,
-        "On a GPU: share of its memory for weights, activations and KV pool.",
-        group="batching and memory",
-        ge=0.01,
-        le=1.0,
-    )
+    enable_prefix_caching: bool = like(EngineConfig, "enable_prefix_caching")
+    scheduling_policy: str = like(EngineConfig, "scheduling_policy")
+    kv_cache_dtype: str = like(EngineConfig, "kv_cache_dtype")
+    gpu_memory_utilization: float = like(EngineConfig, "gpu_memory_utilization")
     kv_cache_gib: float = setting(
         2.0, "On a CPU: size of each worker's KV pool in GiB.", group="batching and memory", ge=0.001, le=1 << 16
     )
-    kv_wire_dtype: str = setting(
-        "auto",
-        "What KV is sent as; auto sends it as it is, fp8 halves bfloat16's bytes and rounds to 3 bits of mantissa.",
-        group="network",
-        choices=("auto", "fp8"),
-    )
-    kv_link: str | None = setting(
-        None,
-        "For experiments: send KV as if over such a link, any of delay=20ms,bandwidth=1Gbit,loss=0.01.",
-        group="network",
-        metavar="NAME=VALUE[,...]",
-        default_text="the link as it is",
-    )
-    kv_checksum: bool = setting(
-        False,
-        "Send a CRC-32 with each KV frame; a decode worker asks again for what arrives damaged.",
-        group="network",
-    )
-    host: str = setting("127.0.0.1", "Address of the HTTP server.", group="network", metavar="HOST")
-    port: int = setting(8000, "Port of the HTTP server; 0 takes any free one.", group="network", ge=0, le=65535)
-    api_key: str | None = setting(
-        None,
-        "Key that clients must send as a bearer token; the variable keeps it out of process lists.",
-        group="network",
-        metavar="KEY",
-        default_text="no key needed",
-        secret=True,
-    )
-    curve_dir: str | None = setting(
-        None,
-        "Folder with the keys of our processes, made by `kvsplice keys`: all connections between them are encrypted, "
-        "and take known keys alone.",
-        group="network",
-        metavar="DIR",
-        default_text="no keys, connections in clear",
-    )
+    kv_wire_dtype: str = like(PrefillConfig, "kv_wire_dtype")
+    kv_link: str | None = like(PrefillConfig, "kv_link")
+    kv_checksum: bool = like(PrefillConfig, "kv_checksum")
+    host: str = like(GatewayConfig, "host")
+    port: int = like(GatewayConfig, "port")
+    api_key: str | None = like(GatewayConfig, "api_key")
+    curve_dir: str | None = like(ProcessSettings, "curve_dir")
     sample: bool = setting(True, "Stream one sample completion to the terminal when ready.", group="process")
     ready_timeout_s: float = setting(
         600.0, "Seconds that the workers get to load the model and be ready.", group="process", ge=1, le=86400
     )
-    log_level: str = setting("info", "How much to log.", group="process", choices=("debug", "info", "warning", "error"))
+    log_level: str = like(ProcessSettings, "log_level")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -67,3 +67,11 @@ def spoilt(message: st.SearchStrategy) -> st.SearchStrategy:
 
 def frame_of(tree: Any) -> bytes:
     return msgspec.msgpack.encode(tree)
+
+
+def play(world, steps):
+    """A world of the fuzz through its steps, to its end; its own `finish` checks what must hold."""
+    for step in steps:
+        world.play(list(step))
+    world.finish()
+    return world

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvtransfer.incoming import MAX_PARKED_OFFERS
 from kvtransfer.messages import PROTOCOL_VERSION, KvHello, KvOffer
 from kvtransfer.peers import MAX_PEERS
-from tests.fuzz.hostile import NAMES, NUMBERS, QUICK, TREES, VALUES, spoilt, tree_of
+from tests.fuzz.hostile import NAMES, NUMBERS, QUICK, TREES, VALUES, play, spoilt, tree_of
 from tests.fuzz.receive_world import NUM_KEYS, ReceiveWorld, key_of, sequence_from
 from tests.kvtransfer.samples import FINGERPRINT, FROM_DECODE, FROM_PREFILL, LAYOUT
 
@@ -53,23 +53,15 @@ STEPS = st.one_of(
 )
 
 
-def play(steps) -> ReceiveWorld:
-    world = ReceiveWorld()
-    for step in steps:
-        world.play(list(step))
-    world.finish()
-    return world
-
-
 @QUICK
 @given(steps=st.lists(STEPS, min_size=5, max_size=60))
 def test_no_sequence_of_messages_breaks_the_machine_or_an_honest_peers_transfer(steps):
-    play(steps)
+    play(ReceiveWorld(), steps)
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
 def test_sequences_that_were_interesting_once(path):
-    play(sequence_from(path.read_bytes()))
+    play(ReceiveWorld(), sequence_from(path.read_bytes()))
 
 
 def test_there_is_a_corpus():
@@ -81,14 +73,14 @@ def test_the_steps_reach_deep_enough_to_mean_anything():
     steps = [["expect", index] for index in range(NUM_KEYS)]
     for index in range(NUM_KEYS):
         steps += [["next", index, {}, [0, 0]], ["grant"], *[["next", index, {}, [0, 0]]] * 20]
-    world = play(steps)
+    world = play(ReceiveWorld(), steps)
     assert len(world.ends) == NUM_KEYS
     assert {outcome.value for outcome in world.ends.values()} == {"arrived"}
 
 
 def test_a_frame_that_lies_ends_its_own_transfer_and_no_other():
     lie = ["next", 1, {"start": 1}, [0, 0]]
-    world = play([["expect", 0], ["expect", 1], ["next", 1, {}, [0, 0]], ["grant"], lie])
+    world = play(ReceiveWorld(), [["expect", 0], ["expect", 1], ["next", 1, {}, [0, 0]], ["grant"], lie])
     assert {key[0]: outcome.value for key, outcome in world.ends.items()} == {"r0": "arrived", "r1": "failed"}
 
 

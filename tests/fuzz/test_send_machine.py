@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fuzz.hostile import QUICK, TREES, VALUES, spoilt, tree_of
+from tests.fuzz.hostile import QUICK, TREES, VALUES, play, spoilt, tree_of
 from tests.fuzz.receive_world import sequence_from
 from tests.fuzz.send_world import NUM_KEYS, SendWorld, key_of
 from tests.kvtransfer.samples import FROM_DECODE, FROM_PREFILL
@@ -41,23 +41,15 @@ STEPS = st.one_of(
 )
 
 
-def play(steps) -> SendWorld:
-    world = SendWorld()
-    for step in steps:
-        world.play(list(step))
-    world.finish()
-    return world
-
-
 @QUICK
 @given(steps=st.lists(STEPS, min_size=5, max_size=60))
 def test_no_sequence_of_messages_breaks_the_machine_or_an_honest_workers_transfer(steps):
-    play(steps)
+    play(SendWorld(), steps)
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
 def test_sequences_that_were_interesting_once(path):
-    play(sequence_from(path.read_bytes()))
+    play(SendWorld(), sequence_from(path.read_bytes()))
 
 
 def test_there_is_a_corpus():
@@ -70,11 +62,11 @@ def test_the_steps_reach_deep_enough_to_mean_anything():
     for index in range(NUM_KEYS):
         steps += [["open", index]]
         steps += [step for _ in range(20) for step in (["compute", index, 3], ["answer", index])]
-    ends = play(steps).ends
+    ends = play(SendWorld(), steps).ends
     assert [ends[key_of(index)].value for index in range(NUM_KEYS)] == ["done"] * 5 + ["failed"]
 
 
 def test_a_credit_for_more_than_was_sent_ends_that_workers_transfers_and_no_others():
     credit = {"type": "KvCredit", "request_id": "r1", "attempt": 1, "settled_bytes": 1}
-    ends = play([["open", 0], ["open", 1], ["say", 0, credit]]).ends
+    ends = play(SendWorld(), [["open", 0], ["open", 1], ["say", 0, credit]]).ends
     assert {key[0]: outcome.value for key, outcome in ends.items()} == {"r0": "done", "r1": "failed"}

@@ -17,20 +17,14 @@ from kvtransfer.messages import (
     MAX_BODY_BYTES,
     MAX_CONTROL_BYTES,
     GatewayBeat,
-    Heartbeat,
     KvDone,
-    KvHeader,
     KvOffer,
-    Load,
     Refused,
     encode,
 )
 from tests.kvtransfer.key_world import claiming, idle_proxy, made_keys, raw_dealer
-from tests.kvtransfer.test_channel import free_endpoint, receive, until
+from tests.kvtransfer.test_channel import BEAT, HEADER, OFFER, free_endpoint, receive, until
 
-BEAT = Heartbeat("g1", 0, 1, Load(0, 0, 0.0))
-OFFER = KvOffer("r", 0, 4)
-HEADER = KvHeader("r", 0, 0, 0, 4, 0, 2, "float32")
 SILENCE_S = 0.4
 """Long enough for a handshake on loopback many times over."""
 
