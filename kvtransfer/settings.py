@@ -83,8 +83,8 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSettings(Settings):
-    """What the gateway and the workers have alike. Taken from here one by one, with `like`: where a setting stands among
-    the others is each config's own."""
+    """What the gateway and the workers have alike, taken from here one by one with `like`: where a setting stands
+    among the others is each config's own."""
 
     curve_dir: str | None = setting(
         None,
