@@ -210,7 +210,8 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
 
     def _end(self, request: DecodeJob, reason: EndReason, now: float, message: str = "") -> None:
         super()._end(request, reason, now, message)
-        self._reserve(now)  # who leaves the queue may have stood in the way of others
+        if request.state is RequestState.CLOSING:  # it may have stood in the queue, in the way of others
+            self._reserve(now)
 
     def _release(self, request: DecodeJob, now: float) -> None:
         super()._release(request, now)

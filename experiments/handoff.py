@@ -34,6 +34,7 @@ from experiments.handoff_summary import (
     summarise,
     verdict_lines,
 )
+from experiments.server_flags import add_server_flags, require_positive
 from experiments.stream_client import ServerError, StreamClient, first_model, open_client
 from experiments.stream_record import StreamRecord
 
@@ -82,9 +83,7 @@ def report(result: HandoffResult, options: argparse.Namespace) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
-    for name in ("requests", "prompt_tokens", "output"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be above 0")
+    require_positive(parser, options, ("requests", "prompt_tokens", "output"))
     try:
         result = asyncio.run(measure(options))
     except (ServerError, httpx.HTTPError) as error:
@@ -98,10 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments.handoff", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--url", required=True, help="of the server, without /v1")
-    parser.add_argument("--model", help="name in requests; the server's first model if not given")
-    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="or $OPENAI_API_KEY")
-    parser.add_argument("--plain", action="store_true", help="do not send ignore_eos, which OpenAI's own API refuses")
+    add_server_flags(parser)
     parser.add_argument("--requests", type=int, default=12, help="that count")
     parser.add_argument("--prompt-tokens", type=int, default=1500)
     parser.add_argument("--output", type=int, default=64, help="tokens of each answer")

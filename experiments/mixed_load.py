@@ -15,7 +15,6 @@ have n - 1 gaps (ITL). All prompts are random words that no prompt before them h
 import argparse
 import asyncio
 import json
-import os
 import random
 import sys
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from experiments.fresh_prompts import prompt_source
 from experiments.mixed_summary import summarise_long, summarise_streams
 from experiments.mixed_tables import MixedResult, failure_lines, long_table, stream_table
 from experiments.mixed_traffic import Shape, Traffic
+from experiments.server_flags import add_server_flags, require_positive
 from experiments.stream_client import ServerError, StreamClient, first_model, open_client
 
 
@@ -61,9 +61,11 @@ async def _run(traffic: Traffic, options: argparse.Namespace) -> MixedResult:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
-    for name in ("streams", "stream_tokens", "stream_output", "long_tokens", "idle_prompts", "seconds", "long_every"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be above 0")
+    require_positive(
+        parser,
+        options,
+        ("streams", "stream_tokens", "stream_output", "long_tokens", "idle_prompts", "seconds", "long_every"),
+    )
     shape = Shape(
         streams=options.streams,
         stream_tokens=options.stream_tokens,
@@ -101,10 +103,7 @@ def _say(line: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     shape = Shape()
     parser = argparse.ArgumentParser(prog="python -m experiments.mixed_load", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--url", required=True, help="of the server, without /v1")
-    parser.add_argument("--model", help="name in requests; the server's first model if not given")
-    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="or $OPENAI_API_KEY")
-    parser.add_argument("--plain", action="store_true", help="do not send ignore_eos, which OpenAI's own API refuses")
+    add_server_flags(parser)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each of the two phases that are compared")
     parser.add_argument("--warmup", type=float, default=10.0, help="seconds")
     parser.add_argument("--settle", type=float, default=shape.settle, help="seconds of each phase before it counts")

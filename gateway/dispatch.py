@@ -38,12 +38,10 @@ from kvtransfer.complaints import Complaints
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.link_name import worker_of
 from kvtransfer.messages import (
-    Cancel,
-    DecodeRequest,
     EndReason,
     GatewayToWorker,
-    PrefillRequest,
     Refused,
+    RequestMessage,
     RequestOutput,
     ResetPrefixCache,
     Role,
@@ -284,7 +282,7 @@ class Dispatcher(Backend):
         link = self._cluster.link_to(worker_id)
         if self._control is None or link is None:
             return False
-        if not isinstance(message, PrefillRequest | DecodeRequest | Cancel | ResetPrefixCache):
+        if not isinstance(message, RequestMessage):
             return self._control.send(link, message)
         numbered = self._cluster.numbered(worker_id, message)
         if numbered is None or not self._control.send(link, numbered):

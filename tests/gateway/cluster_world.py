@@ -16,8 +16,6 @@ from gateway.observer import KvHandover, RequestOutcome
 from kvtransfer.link_name import worker_of
 from kvtransfer.messages import (
     PROTOCOL_VERSION,
-    Cancel,
-    DecodeRequest,
     EndReason,
     Fingerprint,
     GatewayBeat,
@@ -27,11 +25,10 @@ from kvtransfer.messages import (
     LifetimeEvent,
     Limits,
     Load,
-    PrefillRequest,
     RequestEnd,
+    RequestMessage,
     RequestOutput,
     RequestSpec,
-    ResetPrefixCache,
     Role,
     SamplingParams,
     StepOutput,
@@ -135,7 +132,7 @@ class FakeControl:
             self.num_sent[worker_id] = 0
         if isinstance(message, GatewayBeat):
             assert message.sequence == self.num_sent[worker_id]
-        if not isinstance(message, PrefillRequest | DecodeRequest | Cancel | ResetPrefixCache):
+        if not isinstance(message, RequestMessage):
             return message
         self.num_sent[worker_id] += 1
         assert message.sequence == self.num_sent[worker_id]
