@@ -4,7 +4,7 @@
    alone, which then computes the prompt itself, and what is said of P does not apply.
 2. PrefillRequest goes to P and DecodeRequest to D in the same breath. With `max_tokens` 1 only P gets it.
 3. Outputs of both are merged by index into one sequence, which waits in a bounded stream for the consumer. P's token is
-   held back until D has room for the request (it says so long before, unless it has none).
+   held back until D has room for the request (of a long prompt it says so long before, unless it has none).
 4. P hands over (no news for the client), D goes on to the end; or P's first token is the last, and D is cancelled.
 5. If a worker is lost or fails before that, the request goes to others, with its output so far, and the consumer's
    stream goes on: see `gateway.failover`.
