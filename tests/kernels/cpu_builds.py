@@ -11,6 +11,7 @@ from kernels.cpu.library import open_library
 _CPUINFO = Path("/proc/cpuinfo")
 _TARGETS = {
     "native": (NATIVE, ()),
+    "avx512-bf16": (("-march=cooperlake",), ("avx512_bf16", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni")),
     "avx512": (("-march=skylake-avx512",), ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd")),
     "avx2": (("-march=x86-64-v3",), ("avx2", "fma", "bmi2", "f16c")),
 }

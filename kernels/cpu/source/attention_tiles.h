@@ -3,16 +3,23 @@
 //
 //   lines    the queries x the query heads of one KV head, [queries * group, head_dim]
 //   tile     128 tokens of a KV head, packed once and used by all its lines
-//   block    up to 12 lines: scores = lines @ K tile, softmax, output = output * alpha + weights @ V tile
+//   block    up to 12 lines, 32 on the tile unit: scores = lines @ K tile, softmax,
+//            output = output * alpha + weights @ V tile
 #pragma once
 
 #include "softmax.h"
+#include "tile_unit.h"
 
 namespace kvsplice {
 
 template <class T>
 class TileWorker {
     using X = Operand<T>;
+#if defined(KVSPLICE_TILE_UNIT)
+    static constexpr int kBlockLines = std::max(kMaxRows, kUnitRows);
+#else
+    static constexpr int kBlockLines = kMaxRows;
+#endif
 
    public:
     TileWorker(const Problem<T>& problem, i64 lines, const Partials& partials)
@@ -20,7 +27,7 @@ class TileWorker {
         keys = thread_memory<X>(0, kTile * p.head_dim);
         values = thread_memory<X>(1, kTile * softmax.width);
         query = thread_memory<X>(2, lines * p.head_dim);
-        weights = thread_memory<X>(3, kMaxRows * kTile);
+        weights = thread_memory<X>(3, kBlockLines * kTile);
         nothing = thread_memory<T>(6, p.head_dim);
         std::memset((void*)nothing, 0, p.head_dim * sizeof(T));
     }
@@ -35,7 +42,7 @@ class TileWorker {
             find_tokens(tile, p, item, begin, end, nothing);
             for (i64 head = 0; head < item.kv_heads; ++head) {
                 pack(head);
-                each_block(lines, [&](i64 line, auto height) { attend<height>(head * lines, line, begin, end); });
+                attend_all(head * lines, begin, end);
             }
         }
         finish();
@@ -77,47 +84,98 @@ class TileWorker {
         to = int(std::min(end, place + 1) - first);
     }
 
-    template <int HEIGHT>
-    void attend(i64 base, i64 line, i64 begin, i64 end) {
+    void attend_all(i64 base, i64 begin, i64 end) {
+#if defined(KVSPLICE_TILE_UNIT)
+        if constexpr (std::is_same_v<X, bf16>) {
+            if (p.head_dim % kTileK == 0 && has_tile_unit()) {
+                for (i64 line = 0; line < lines; line += kUnitRows) {
+                    OnUnit block{*this, int(std::min<i64>(kUnitRows, lines - line))};
+                    attend(block, block.height, base, line, begin, end);
+                }
+                return;
+            }
+        }
+#endif
+        each_block(lines, [&](i64 line, auto height) {
+            InRegisters<height> block{*this};
+            attend(block, height, base, line, begin, end);
+        });
+    }
+
+    // `block` multiplies `height` lines.
+    template <class Block>
+    void attend(Block& block, int height, i64 base, i64 line, i64 begin, i64 end) {
         int from, to, ignored;
         seen(line, begin, end, from, ignored);
-        seen(line + HEIGHT - 1, begin, end, ignored, to);
+        seen(line + height - 1, begin, end, ignored, to);
         if (from >= to) return;
         const int first_panel = from / kPanel, end_panel = (to + kPanel - 1) / kPanel;
         const int start = first_panel * kPanel, stop = end_panel * kPanel;
-        alignas(64) float scores[HEIGHT][kTile];
-        float alphas[HEIGHT];
-        for (int panel = first_panel; panel < end_panel; ++panel) score<HEIGHT>(base + line, panel, scores);
-        for (int i = 0; i < HEIGHT; ++i) {
+        alignas(64) float scores[kBlockLines][kTile];
+        float alphas[kBlockLines];
+        for (int panel = first_panel; panel < end_panel; ++panel) block.score(base + line, panel, scores[0]);
+        for (int i = 0; i < height; ++i) {
             seen(line + i, begin, end, from, to);
             alphas[i] = softmax.soften(scores[i], weights + i * kTile, from, to, start, stop, base + line + i);
         }
         for (i64 column = 0; column < softmax.width; column += kPanel) {
-            accumulate<HEIGHT>(base + line, column, start, stop, alphas);
+            block.accumulate(base + line, column, start, stop, alphas);
         }
     }
 
-    template <int HEIGHT>
-    void score(i64 line, int panel, float (&scores)[HEIGHT][kTile]) {
-        Accumulators<HEIGHT> acc = {};
-        const X* packed = keys + panel * kPanel * p.head_dim;
-        multiply<HEIGHT>(acc, query + line * p.head_dim, p.head_dim, packed, p.head_dim / kPair<X>);
-        for (int i = 0; i < HEIGHT; ++i) std::memcpy(scores[i] + panel * kPanel, acc[i], sizeof(acc[i]));
-    }
+    const X* query_of(i64 line) const { return query + line * p.head_dim; }
+    const X* key_panel(int panel) const { return keys + panel * kPanel * p.head_dim; }
+    const X* value_panel(i64 column, int start) const { return values + column * kTile + start * kPanel; }
+    float* output_of(i64 line, i64 column) const { return softmax.output + line * softmax.width + column; }
 
     template <int HEIGHT>
-    void accumulate(i64 line, i64 column, int start, int stop, const float* alphas) {
-        Accumulators<HEIGHT> acc;
-        float* target = softmax.output + line * softmax.width + column;
-        for (int i = 0; i < HEIGHT; ++i) {
-            std::memcpy(acc[i], target + i * softmax.width, sizeof(acc[i]));
-            acc[i][0] *= alphas[i];
-            acc[i][1] *= alphas[i];
+    struct InRegisters {
+        TileWorker& w;
+
+        void score(i64 line, int panel, float* scores) {
+            Accumulators<HEIGHT> acc = {};
+            multiply<HEIGHT>(acc, w.query_of(line), w.p.head_dim, w.key_panel(panel), w.p.head_dim / kPair<X>);
+            for (int i = 0; i < HEIGHT; ++i) std::memcpy(scores + i * kTile + panel * kPanel, acc[i], sizeof(acc[i]));
         }
-        const X* panel = values + column * kTile + start * kPanel;
-        multiply<HEIGHT>(acc, weights + start, kTile, panel, (stop - start) / kPair<X>);
-        for (int i = 0; i < HEIGHT; ++i) std::memcpy(target + i * softmax.width, acc[i], sizeof(acc[i]));
-    }
+
+        void accumulate(i64 line, i64 column, int start, int stop, const float* alphas) {
+            Accumulators<HEIGHT> acc;
+            float* target = w.output_of(line, column);
+            const i64 stride = w.softmax.width;
+            for (int i = 0; i < HEIGHT; ++i) {
+                std::memcpy(acc[i], target + i * stride, sizeof(acc[i]));
+                acc[i][0] *= alphas[i];
+                acc[i][1] *= alphas[i];
+            }
+            const X* panel = w.value_panel(column, start);
+            multiply<HEIGHT>(acc, w.weights + start, kTile, panel, (stop - start) / kPair<X>);
+            for (int i = 0; i < HEIGHT; ++i) std::memcpy(target + i * stride, acc[i], sizeof(acc[i]));
+        }
+    };
+
+#if defined(KVSPLICE_TILE_UNIT)
+    struct OnUnit {
+        TileWorker& w;
+        int height;
+
+        void score(i64 line, int panel, float* scores) {
+            w.unit.multiply(height, w.query_of(line), w.p.head_dim, w.key_panel(panel), w.p.head_dim,
+                            scores + panel * kPanel, kTile);
+        }
+
+        void accumulate(i64 line, i64 column, int start, int stop, const float* alphas) {
+            float* target = w.output_of(line, column);
+            const i64 stride = w.softmax.width;
+            for (int i = 0; i < height; ++i) {
+                for (int j = 0; j < kPanel; j += 16) {
+                    store(load(target + i * stride + j) * alphas[i], target + i * stride + j);
+                }
+            }
+            w.unit.template multiply<true>(height, w.weights + start, kTile, w.value_panel(column, start),
+                                           stop - start, target, stride);
+        }
+    };
+#endif
 
     void finish() {
         if (item.partial >= 0) return softmax.store_partial(partials, item.partial, all_lines());
@@ -132,6 +190,9 @@ class TileWorker {
     X *keys, *values, *query, *weights;
     T* nothing;
     TokenPointers<T> tile;
+#if defined(KVSPLICE_TILE_UNIT)
+    TileUnit unit;
+#endif
     Item item{};
     i64 lines = 0, position = 0;  // lines of each head; place of the item's first query in its context
 };
