@@ -49,11 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return build(config, engine, listener, keys).run()
 
 
-def build(config: DecodeConfig, engine: Engine, listener: KvListener, keys: CurveKeys | None) -> Worker:
-    """The worker around an engine, not started yet; signals go to its loop from here on."""
+def build(
+    config: DecodeConfig, engine: Engine, listener: KvListener, keys: CurveKeys | None, *, can_switch: bool = False
+) -> Worker:
+    """The worker around an engine, not started yet; signals go to its loop from here on. `can_switch`: whoever runs it
+    builds another role when it ends for that."""
     inbox: Mailbox[WorkerEvent] = Mailbox()
     kv_endpoint = endpoint(config.kv_dial_host, endpoint_port(listener.endpoint))
-    hello = introduce(config, Role.DECODE, engine, kv_endpoint)
+    hello = introduce(config, Role.DECODE, engine, kv_endpoint, can_switch=can_switch)
     limits = DecodeLimits(
         max_num_prefill_tokens=config.max_num_prefill_tokens,
         max_num_seqs=config.max_num_seqs,
@@ -77,7 +80,7 @@ def build(config: DecodeConfig, engine: Engine, listener: KvListener, keys: Curv
     links = GatewayLinks(hello, config.gateway, timing, inbox, config.max_waiting, dial)
     stop_on_signals(inbox)
     role = DecodeRole(engine, scheduler, receiver, witness=witness_of(config.fault))
-    return Worker(role, links, inbox, config.shutdown_timeout_s)
+    return Worker(role, links, inbox, config.shutdown_timeout_s, switches_from=Role.DECODE if can_switch else None)
 
 
 def _sink(engine: Engine, scheduler: DecodeScheduler) -> KvSink:

@@ -84,8 +84,11 @@ def assemble(
     return Engine(loaded, kv_cache, pool, runner, max_model_len)
 
 
-def introduce(config: EngineConfig, role: Role, engine: Engine, kv_endpoint: str | None) -> Hello:
-    """What this process says of itself; `generation` is drawn anew at each start."""
+def introduce(
+    config: EngineConfig, role: Role, engine: Engine, kv_endpoint: str | None, *, can_switch: bool = False
+) -> Hello:
+    """What this process says of itself; `generation` is drawn anew at each call. `can_switch`: it may be told to take
+    the other role."""
     return Hello(
         protocol=PROTOCOL_VERSION,
         role=role,
@@ -96,6 +99,7 @@ def introduce(config: EngineConfig, role: Role, engine: Engine, kv_endpoint: str
         limits=Limits(engine.max_model_len, config.max_num_seqs, engine.kv_cache.num_tokens),
         kv_endpoint=kv_endpoint,
         shares_prefixes=config.enable_prefix_caching,
+        can_switch=can_switch,
     )
 
 

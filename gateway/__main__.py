@@ -84,7 +84,8 @@ async def _run(
     dispatcher = Dispatcher(cluster, _dispatch_settings(config), observer=metrics)
     _watch(dispatcher, metrics)
     settings = _http_settings(config)
-    app = create_app(dispatcher, tokenizer, settings, metrics)
+    admin = dispatcher.administrator if config.takes_admin_calls else None
+    app = create_app(dispatcher, tokenizer, settings, metrics, admin)
     dispatching = asyncio.create_task(dispatcher.run(control), name="dispatcher")
     # A dispatcher that is cancelled fails its requests.
     server = make_server(app, settings, host=config.host, port=config.port, end_requests=dispatching.cancel)
@@ -160,6 +161,7 @@ def _http_settings(config: GatewayConfig) -> HttpSettings:
         served_model_names=config.served_names,
         version=version("kvsplice"),
         api_key=config.api_key,
+        admin_key=config.admin_key,
         default_seed=config.default_seed,
         max_body_bytes=config.max_body_bytes,
         max_connections=config.max_connections,

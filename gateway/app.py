@@ -2,6 +2,7 @@
 
     POST /v1/completions  /v1/chat/completions  /tokenize  /detokenize  /reset_prefix_cache
     GET  /v1/models  /v1/models/{name}  /version  /health  /metrics  /openapi.json
+    for operators, where admin calls are on:  GET /admin/workers  POST /admin/workers/{worker_id}/role
 
 /health and /metrics need no key. The application knows a `Backend` and nothing of workers. POST endpoints that take a
 body are ASGI applications that read and check it themselves: FastAPI's coercions (true for 1, "7" for 7, unknown fields
@@ -22,6 +23,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from gateway.admin_calls import admin_routes
+from gateway.administration import Administration
 from gateway.asgi import AsgiApp
 from gateway.backend import Backend, BackendError
 from gateway.chat import ChatEndpoint
@@ -51,8 +54,14 @@ Handler = Callable[[Request], Awaitable[Response]]
 Respond = Callable[[Service, Request], Awaitable[Response]]
 
 
-def create_app(backend: Backend, tokenizer: Tokenizer, settings: HttpSettings, metrics: Metrics) -> AsgiApp:
-    """The whole HTTP face as one ASGI application, guards included."""
+def create_app(
+    backend: Backend,
+    tokenizer: Tokenizer,
+    settings: HttpSettings,
+    metrics: Metrics,
+    admin: Administration | None = None,
+) -> AsgiApp:
+    """The whole HTTP face as one ASGI application, guards included. Without `admin` there are no paths for it."""
     pool = TextPool(TEXT_THREADS, settings.text_timeout_s)
     service = Service(
         backend=backend,
@@ -76,7 +85,7 @@ def create_app(backend: Backend, tokenizer: Tokenizer, settings: HttpSettings, m
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        routes=_post_routes(service, pool),
+        routes=[*_post_routes(service, pool), *([] if admin is None else admin_routes(admin))],
         exception_handlers={
             HTTPException: _on_http_exception,
             ApiError: _on_error,
@@ -86,7 +95,7 @@ def create_app(backend: Backend, tokenizer: Tokenizer, settings: HttpSettings, m
         lifespan=lifespan,
     )
     _add_simple_routes(app, service)
-    app.openapi = partial(describe, app)  # type: ignore[method-assign]  # FastAPI's documented way
+    app.openapi = partial(describe, app, with_admin=admin is not None)  # type: ignore[method-assign]  # FastAPI's documented way
     return guarded(app, settings, metrics.count_http_answer)
 
 

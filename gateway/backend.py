@@ -2,6 +2,8 @@
 
 BackendError            an error that has a client-safe text and an HTTP status
 ├── InvalidRequestError     400: the request can never be served (too long, token id out of range)
+├── UnknownWorkerError      404: an operator names a worker that is not there
+├── ConflictError           409: what an operator wants does not go with how the cluster is now
 ├── OverloadedError         429: queues are full, try later
 ├── UnavailableError        503: no prefill or no decode worker
 ├── RequestFailedError      502 after the start: a worker died or failed on the way
@@ -28,6 +30,20 @@ class InvalidRequestError(BackendError):
 
     status = 400
     kind = "invalid_request_error"
+
+
+class UnknownWorkerError(BackendError):
+    """There is no live worker of this id."""
+
+    status = 404
+    kind = "not_found_error"
+
+
+class ConflictError(BackendError):
+    """Not as things are now; says why."""
+
+    status = 409
+    kind = "conflict_error"
 
 
 class OverloadedError(BackendError):

@@ -9,6 +9,8 @@
        v                            v  |
     Reintroduce                   stalled: live, but gets no new requests
 
+A worker that is told to switch its role gets none from that moment on, and comes back as another start of the same id.
+
 All live workers serve the same model: the first to come sets it, and when the last has gone the next one sets it anew.
 
 What is sent to a live worker is numbered here, and what comes is checked against its own numbers: where one is missing,
@@ -116,6 +118,10 @@ class Cluster:
         """Token ids of the served model; None while there is no worker."""
         return next((worker.hello.fingerprint.vocab_size for worker in self._workers.values()), None)
 
+    def find(self, worker_id: str) -> Worker | None:
+        """The live worker of this id."""
+        return self._workers.get(worker_id)
+
     def is_live(self, worker_id: str, generation: str) -> bool:
         worker = self._workers.get(worker_id)
         return worker is not None and worker.generation == generation
@@ -162,6 +168,10 @@ class Cluster:
         """A numbered message is on its way to a live worker."""
         worker = self._workers[worker_id]
         self._update(replace(worker, num_sent=worker.num_sent + 1))
+
+    def note_switching(self, worker_id: str, role: Role) -> None:
+        """A live worker has been told to take this role: it gets no new requests."""
+        self._update(replace(self._workers[worker_id], switching_to=role))
 
     def tick(self, now: float) -> Tick:
         """Finds the dead and the stalled. To be called several times within `dead_after_s`."""
@@ -257,7 +267,7 @@ class Cluster:
         if retired is not None:
             return f"this start of worker {hello.worker_id} is over: {retired}"
         holder = self._workers.get(hello.worker_id)
-        if holder is not None and holder.role is not hello.role:
+        if holder is not None and holder.role is not hello.role and not (holder.can_switch and hello.can_switch):
             return f"worker id {hello.worker_id} belongs to a live {holder.role.value} worker; choose another"
         if holder is not None and holder.generation == hello.generation and holder.link != sender:
             return f"this start of worker {hello.worker_id} is connected under another name"
@@ -279,7 +289,7 @@ class Cluster:
             del self._retired[next(iter(self._retired))]
 
     def _is_capable(self, worker: Worker, now: float) -> bool:
-        return not worker.is_draining and not self._has_stalled(worker, now)
+        return not worker.is_leaving and not self._has_stalled(worker, now)
 
     def _has_stalled(self, worker: Worker, now: float) -> bool:
         return worker.has_stalled(self._settings.stalled_after_s, now)

@@ -3,9 +3,20 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtransfer.addresses import check_host, check_private_bind
+from kvtransfer.addresses import check_host, check_private_bind, is_loopback
 from kvtransfer.errors import SettingsError
 from kvtransfer.settings import ProcessSettings, Settings, like, setting
+
+
+def check_admin(host: str, enable_admin: bool, api_key: str | None, admin_key: str | None) -> None:
+    """Raises SettingsError for admin calls that anybody could make, and for an admin key that clients know."""
+    if admin_key is not None and admin_key == api_key:
+        raise SettingsError("--admin-key is the same as --api-key: say --enable-admin if clients may make admin calls")
+    if enable_admin and api_key is None and admin_key is None and not is_loopback(host):
+        raise SettingsError(
+            f"--host={host} can be reached from other machines, and --enable-admin without a key lets anybody there "
+            "switch workers: give an --admin-key or an --api-key"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +54,20 @@ class GatewayConfig(Settings):
         group="network",
         metavar="KEY",
         default_text="no key needed",
+        secret=True,
+    )
+    enable_admin: bool = setting(
+        False,
+        "Answer calls under /admin/, which list the workers and switch their roles; they need the API key, if there is "
+        "one.",
+        group="network",
+    )
+    admin_key: str | None = setting(
+        None,
+        "Key that calls under /admin/ must send instead of the API key; with it, --enable-admin is not needed.",
+        group="network",
+        metavar="KEY",
+        default_text="as --enable-admin says",
         secret=True,
     )
     control_host: str = setting("127.0.0.1", "Address that workers dial.", group="network", metavar="HOST")
@@ -110,10 +135,15 @@ class GatewayConfig(Settings):
         super().__post_init__()
         check_host("--host", self.host)
         check_private_bind("--control-host", self.control_host, self.curve_dir, self.insecure)
+        check_admin(self.host, self.enable_admin, self.api_key, self.admin_key)
         if self.port == self.control_port:
             raise SettingsError(f"--port and --control-port are both {self.port}: they need a port each")
         if len(set(self.served_model_name)) != len(self.served_model_name):
             raise SettingsError("--served-model-name names the same model twice")
+
+    @property
+    def takes_admin_calls(self) -> bool:
+        return self.enable_admin or self.admin_key is not None
 
     @property
     def served_names(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
+from gateway.administration import Administrator
 from gateway.admission import check_request
 from gateway.backend import Backend, ClusterStatus, OverloadedError, TokenDelta, Traits, UnavailableError
 from gateway.cluster import Cluster, Departure
@@ -102,6 +103,7 @@ class Dispatcher(Backend):
         self._audience = Audience(observer)
         self._flights = Flights(self._send, self._audience, clock)
         self._placement = Placement(cluster, self._flights, settings.modes, self._drop, clock)
+        self.administrator = Administrator(cluster, self._send, clock)
 
     # --- towards HTTP --------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ ApiError                    has an HTTP status, OpenAI's error type, and possibl
 ├── InvalidFieldError           400: a field or the JSON itself is wrong; `param` names the field
 │   └── ContextLengthError      400: prompt and output do not fit the model; the message has both numbers
 ├── AuthenticationError         401
+├── ForbiddenError              403: the key is known, and does not do for this
 ├── ModelNotFoundError          404
 ├── RouteNotFoundError          404
 ├── MethodNotAllowedError       405
@@ -59,6 +60,13 @@ class AuthenticationError(ApiError):
     status = 401
     kind = "authentication_error"
     code = "invalid_api_key"
+
+
+class ForbiddenError(ApiError):
+    """The key that was sent is not for this path."""
+
+    status = 403
+    kind = "permission_error"
 
 
 class ModelNotFoundError(ApiError):

@@ -64,18 +64,15 @@ class Flights:
         and then the request still waits; None if all are told."""
         self._flights[flight.request_id] = flight
         attempt = flight.begin(route, self._clock())
-        if route.decode is not None:
-            self.held.meet(route.decode)
+        for worker in route.workers:
+            self.held.meet(worker)
         for leg, message in attempt.requests(route):
             leg.active = self._send(leg.worker_id, message)
             if not leg.active:
                 self._recall(flight)
                 flight.move(FlightState.WAITING)
                 return leg
-            num_tokens = (
-                flight.num_total if leg.role is Role.DECODE else len(flight.prompt_token_ids) + len(flight.tokens)
-            )
-            self.book.add(leg.worker_id, flight.request_id, num_tokens)
+            self.book.add(leg.worker_id, flight.request_id, self._num_booked(flight, leg))
         if reason := flight.failover.begun():
             self._audience.tell(lambda observer: observer.on_retry(reason))
         return None
@@ -169,13 +166,23 @@ class Flights:
         if delta.finish is not None:
             self.end(flight, finish=delta.finish)
 
+    def _num_booked(self, flight: Flight, leg: Leg) -> int:
+        """Tokens that a request will hold on decode, or that prefill probably has to compute for it."""
+        if leg.role is Role.DECODE:
+            return flight.num_total
+        return len(flight.known_tokens) - self.held.num_held(leg.ref, flight.chain, flight.known_tokens)
+
     def _learn(self, flight: Flight, leg: Leg, output: RequestOutput) -> None:
-        """What an output tells of decode's cache. With its first tokens it has all of the prompt, so that others that
+        """What an output tells of a worker's cache. With its first tokens it has all of the prompt, so that others that
         begin alike need not wait for the end of this one."""
-        if leg.role is not Role.DECODE or flight.attempt is None:
+        if flight.attempt is None:
             return
         spec = flight.attempt.spec
-        if output.end is not None or (output.token_ids and output.start <= len(spec.output_token_ids) + 1):
+        if leg.role is Role.PREFILL:
+            if output.token_ids:
+                num_computed = len(spec.prompt_token_ids) + len(spec.output_token_ids)
+                self.held.note(leg.ref, flight.chain, flight.known_tokens[:num_computed])
+        elif output.end is not None or (output.token_ids and output.start <= len(spec.output_token_ids) + 1):
             self._note_held(flight, leg)
         elif flight.attempt.mode is Mode.LOCAL and LifetimeEvent.RESERVED in output.events:
             self.held.correct(leg.ref, flight.chain, flight.known_tokens, output.num_cached)

@@ -13,6 +13,8 @@ def identity_fault(sender: str, hello: Hello) -> str | None:
         return "the worker id does not match the name of the connection"
     if (named := _role_named_by(hello.worker_id)) not in (hello.role, None):
         return f"worker id {hello.worker_id} is for a {named.value} worker, this is a {hello.role.value} worker"
+    if hello.can_switch and named is not None:
+        return f"worker id {hello.worker_id} names a role, and this worker can switch its own: call it otherwise"
     if (hello.role is Role.DECODE) != (hello.kv_endpoint is not None):
         return "decode workers name a KV endpoint, prefill workers do not"
     limits = hello.limits

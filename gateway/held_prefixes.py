@@ -1,7 +1,7 @@
-"""What decode workers probably have in their prefix caches: a guess from what this gateway has sent them.
+"""What workers probably have in their prefix caches: a guess from what this gateway has sent them.
 
 A worker is not asked: that would cost each request a round trip, and its cache may have changed by then. A guess that
-is wrong costs time, never a token: decode computes whatever it does not have. So names need not be those of the
+is wrong costs time, never a token: a worker computes whatever it does not have. So names need not be those of the
 workers. They chain as theirs do, because KV depends on all tokens before it:
 
     root = hash(salt)        name[i] = hash(name[i - 1], token ids of block i)        full blocks only
@@ -64,7 +64,7 @@ class Shelf:
 
 
 class HeldPrefixes:
-    """A shelf for each start of a decode worker that shares prefixes."""
+    """A shelf for each start of a worker that shares prefixes."""
 
     def __init__(self) -> None:
         self._shelves: dict[WorkerRef, Shelf] = {}

@@ -1,10 +1,10 @@
 """What stands before the application, as raw ASGI: bounds, keys and ids, settled before a body is read.
 
     request --> AnswerCount --> RequestIds --> KeyGuard --> Admission --> BodyGuard --> application
-                                                 401          429          413, 408
+                                               401, 403       429          413, 408
 
 Paths are compared as the server hands them over (`scope["path"]`), never through a URL object, and everything that is
-not in OPEN_PATHS needs the key.
+not in OPEN_PATHS needs the key; what is under /admin/ needs the admin key instead, if there is one.
 """
 
 import asyncio
@@ -21,12 +21,16 @@ from gateway.errors import (
     AuthenticationError,
     BodyTimeoutError,
     BodyTooLargeError,
+    ForbiddenError,
     TooManyRequestsError,
 )
 from kvtransfer.errors import SettingsError
 
 OPEN_PATHS: Final = frozenset({"/health", "/metrics"})
 """Open without a key and never turned away: load balancers and scrapers need them, and they tell nothing of clients."""
+
+ADMIN_PREFIX: Final = "/admin/"
+"""What is below is for operators. It is never turned away either: who wants to act on an overload must get through."""
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e](?:[\x20-\x7e]{0,126}[\x21-\x7e])?")
 _DIGITS: Final = re.compile(rb"[0-9]{1,19}")
@@ -43,6 +47,7 @@ class HttpSettings:
     served_model_names: tuple[str, ...]
     version: str
     api_key: str | None = None
+    admin_key: str | None = None
     default_seed: int | None = None
     max_body_bytes: int = 8 << 20
     max_connections: int = 512
@@ -60,8 +65,8 @@ class HttpSettings:
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
             raise SettingsError("the served model needs a name that is not empty")
-        if self.api_key == "":
-            raise SettingsError("the API key must not be empty")
+        if "" in (self.api_key, self.admin_key):
+            raise SettingsError("the API key and the admin key must not be empty")
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             if name.startswith(("max_", "stream_")) and value < 1:
@@ -74,7 +79,7 @@ def guarded(app: AsgiApp, settings: HttpSettings, count: Callable[[int], None]) 
     """The application behind all guards; `count` is told the status of each answer."""
     bounded = BodyGuard(app, settings.max_body_bytes, settings.body_timeout_s)
     admitted = Admission(bounded, settings.max_concurrent_requests)
-    return AnswerCount(RequestIds(KeyGuard(admitted, settings.api_key)), count)
+    return AnswerCount(RequestIds(KeyGuard(admitted, settings.api_key, settings.admin_key)), count)
 
 
 class AnswerCount:
@@ -117,25 +122,33 @@ class RequestIds:
 
 
 class KeyGuard:
-    """Lets a request pass if its path is open or it brings the key as `Authorization: Bearer KEY`."""
+    """Lets a request pass if its path is open or it brings the path's key as `Authorization: Bearer KEY`."""
 
-    def __init__(self, app: AsgiApp, api_key: str | None) -> None:
+    def __init__(self, app: AsgiApp, api_key: str | None, admin_key: str | None = None) -> None:
         self._app = app
-        self._expected = None if api_key is None else api_key.encode()
+        self._api_key = None if api_key is None else api_key.encode()
+        self._admin_key = None if admin_key is None else admin_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._may_pass(scope):
-            return await send_error(send, AuthenticationError("send the API key as 'Authorization: Bearer KEY'"))
+        if scope["type"] == "http" and (error := self._fault_of(scope)):
+            return await send_error(send, error)
         return await self._app(scope, receive, send)
 
-    def _may_pass(self, scope: Scope) -> bool:
-        if self._expected is None or scope["path"] in OPEN_PATHS:
-            return True
-        values = _header_values(scope, b"authorization")
-        if len(values) != 1:
-            return False
-        scheme, _, key = values[0].partition(b" ")
-        return hmac.compare_digest(key.strip(), self._expected) and scheme.lower() == b"bearer"
+    def _fault_of(self, scope: Scope) -> ApiError | None:
+        if scope["path"] in OPEN_PATHS:
+            return None
+        if scope["path"].startswith(ADMIN_PREFIX) and self._admin_key is not None:
+            return self._fault_of_admin(scope, self._admin_key)
+        if self._api_key is None or _brings(scope, self._api_key):
+            return None
+        return AuthenticationError("send the API key as 'Authorization: Bearer KEY'")
+
+    def _fault_of_admin(self, scope: Scope, admin_key: bytes) -> ApiError | None:
+        if _brings(scope, admin_key):
+            return None
+        if self._api_key is not None and _brings(scope, self._api_key):
+            return ForbiddenError("the API key does not do for this; send the admin key")
+        return AuthenticationError("send the admin key as 'Authorization: Bearer KEY'")
 
 
 class Admission:
@@ -147,7 +160,8 @@ class Admission:
         self.num_admitted = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        is_free = scope["type"] != "http" or scope["path"] in OPEN_PATHS or scope["path"].startswith(ADMIN_PREFIX)
+        if is_free:
             return await self._app(scope, receive, send)
         if self.num_admitted >= self._limit:
             error = TooManyRequestsError(f"{self._limit} requests are in work, which is the limit; try again later")
@@ -214,6 +228,15 @@ class BoundedBody:
 
 def _too_large(max_bytes: int) -> BodyTooLargeError:
     return BodyTooLargeError(f"the body of the request may have at most {max_bytes} bytes")
+
+
+def _brings(scope: Scope, expected: bytes) -> bool:
+    """Whether a request has this key, and no other beside it."""
+    values = _header_values(scope, b"authorization")
+    if len(values) != 1:
+        return False
+    scheme, _, key = values[0].partition(b" ")
+    return hmac.compare_digest(key.strip(), expected) and scheme.lower() == b"bearer"
 
 
 def _header_values(scope: Scope, name: bytes) -> list[bytes]:

@@ -111,8 +111,8 @@ class Placement:
         suspects = flight.failover.suspects
         return choose(prefill, decode, self._flights.book, suspects, lambda worker: self._num_held(flight, worker))
 
-    def _num_held(self, flight: Flight, decode: Worker) -> int:
-        return self._flights.held.num_held(decode.ref, flight.chain, flight.known_tokens)
+    def _num_held(self, flight: Flight, worker: Worker) -> int:
+        return self._flights.held.num_held(worker.ref, flight.chain, flight.known_tokens)
 
     def _capable(self, role: Role, flight: Flight) -> Sequence[Worker]:
         """A worker that has come later may take shorter requests only."""

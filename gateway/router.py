@@ -13,7 +13,7 @@ from gateway.backend import UnavailableError
 from gateway.worker import Worker, WorkerRef
 
 SIMILAR_PRESSURE: Final = 0.1
-"""Decode workers whose pressure is within so much of the least are equally good, but for what they hold of a prompt."""
+"""Workers whose pressure is within so much of the least are equally good, but for what they hold of a prompt."""
 
 
 class InFlightBook:
@@ -86,13 +86,18 @@ def choose(
     that the choice is the same each time. Raises UnavailableError if there is no worker of a role.
     """
     return Route(
-        prefill=None if prefill is None else _choose_prefill(_take(prefill, "prefill", suspects), book),
+        prefill=None if prefill is None else _choose_prefill(_take(prefill, "prefill", suspects), book, num_held),
         decode=None if decode is None else _choose_decode(_take(decode, "decode", suspects), book, num_held),
     )
 
 
-def _choose_prefill(workers: Sequence[Worker], book: InFlightBook) -> Worker:
-    return min(workers, key=lambda worker: _prefill_order(worker, book))
+def _choose_prefill(workers: Sequence[Worker], book: InFlightBook, num_held: Callable[[Worker], int]) -> Worker:
+    """Of those about as good as the one with the fewest tokens outstanding, that which is done first: what it holds of
+    the prompt need not be computed, and a queue that is longer than that is not worth waiting in."""
+    idlest = min(workers, key=lambda worker: _prefill_order(worker, book, 0))
+    enough = _pressure(idlest, book) + SIMILAR_PRESSURE
+    similar = [worker for worker in workers if _pressure(worker, book) <= enough]
+    return min(similar, key=lambda worker: _prefill_order(worker, book, num_held(worker)))
 
 
 def _choose_decode(workers: Sequence[Worker], book: InFlightBook, num_held: Callable[[Worker], int]) -> Worker:
@@ -108,9 +113,10 @@ def _take(workers: Sequence[Worker], role: str, suspects: AbstractSet[WorkerRef]
     return [worker for worker in workers if worker.ref not in suspects] or workers
 
 
-def _prefill_order(worker: Worker, book: InFlightBook) -> tuple[int, int, str]:
+def _prefill_order(worker: Worker, book: InFlightBook, num_held: int) -> tuple[int, int, str]:
+    """`num_held` for what is left of the prompt, whose length is the same everywhere."""
     reported = worker.load.num_running + worker.load.num_waiting
-    return (book.num_tokens(worker.worker_id), reported, worker.worker_id)
+    return (book.num_tokens(worker.worker_id) - num_held, reported, worker.worker_id)
 
 
 def _decode_order(worker: Worker, book: InFlightBook) -> tuple[float, int, str]:

@@ -26,6 +26,7 @@ class Worker:
     num_taken: int = 0
     is_stalled: bool = False  # as of the last tick
     is_draining: bool = False  # it finishes what it has and takes no new requests
+    switching_to: Role | None = None  # we have told it to; it drains, leaves, and comes back as another start
 
     @property
     def worker_id(self) -> str:
@@ -42,6 +43,15 @@ class Worker:
     @property
     def role(self) -> Role:
         return self.hello.role
+
+    @property
+    def can_switch(self) -> bool:
+        return self.hello.can_switch
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it takes no new requests, by its own word or by ours."""
+        return self.is_draining or self.switching_to is not None
 
     @property
     def limits(self) -> Limits:

@@ -41,6 +41,7 @@ from kvtransfer.messages import (
     RequestOutput,
     ResetPrefixCache,
     StepOutput,
+    SwitchRole,
     Welcome,
     WorkerToGateway,
 )
@@ -159,6 +160,8 @@ class GatewayLinks:
         """Says Goodbye to all gateways and ends the thread."""
         self._outbox.put(_Leave(reason))
         self._thread.join(timeout)
+        if not self.is_alive():
+            self._outbox.close()
 
     def _run(self) -> None:
         self._client.watch(self._outbox)
@@ -189,7 +192,7 @@ class GatewayLinks:
                 self._on_welcome(link, message, now)
             case Refused(reason):
                 self._on_refused(link, reason, now)
-            case PrefillRequest() | DecodeRequest() | Cancel() | ResetPrefixCache():
+            case PrefillRequest() | DecodeRequest() | Cancel() | ResetPrefixCache() | SwitchRole():
                 if link.takes(message):
                     self._hand_in(link, message)
 
@@ -206,7 +209,7 @@ class GatewayLinks:
 
     def _hand_in(self, link: GatewayLink, message: RequestMessage) -> None:
         """The engine empties its inbox once a step; until then the inbox must not grow without bound."""
-        if isinstance(message, Cancel | ResetPrefixCache):
+        if isinstance(message, Cancel | ResetPrefixCache | SwitchRole):
             if self.inbox.backlog >= self.max_pending + MAX_PENDING_CANCELS:
                 self._lose(link, "cancels faster than this worker can take in")
                 return

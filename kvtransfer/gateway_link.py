@@ -22,6 +22,7 @@ from kvtransfer.messages import (
     Reintroduce,
     RequestMessage,
     ResetPrefixCache,
+    SwitchRole,
     Welcome,
 )
 
@@ -69,7 +70,7 @@ class GatewayLink:
                 return "was restarted"
             case GatewayBeat(sequence=sequence) if sequence != self.num_taken:
                 return f"had sent {sequence} messages, {self.num_taken} came"
-            case PrefillRequest() | DecodeRequest() | Cancel() | ResetPrefixCache() if (
+            case PrefillRequest() | DecodeRequest() | Cancel() | ResetPrefixCache() | SwitchRole() if (
                 message.sequence != self.num_taken + 1
             ):
                 return f"sent message {message.sequence} behind message {self.num_taken}"

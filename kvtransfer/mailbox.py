@@ -21,13 +21,16 @@ class Mailbox(Generic[Item]):
         os.set_blocking(self._write_end, False)
         self._poll = select.poll()  # unlike select, takes file descriptors above 1023
         self._poll.register(self._read_end, select.POLLIN)
+        self._is_closed = False
 
     def fileno(self) -> int:
         return self._read_end
 
     def put(self, item: Item) -> None:
-        """Adds an item and wakes the reader. Safe from any thread."""
+        """Adds an item and wakes the reader. Safe from any thread. Once it is closed nobody reads any more."""
         self._items.put(item)
+        if self._is_closed:
+            return
         try:
             os.write(self._write_end, b"\0")
         except BlockingIOError:
@@ -40,7 +43,8 @@ class Mailbox(Generic[Item]):
 
     def drain(self) -> list[Item]:
         """All items at hand, oldest first, without waiting."""
-        self._swallow_wakeups()
+        if not self._is_closed:
+            self._swallow_wakeups()
         items = []
         while True:
             try:
@@ -55,8 +59,11 @@ class Mailbox(Generic[Item]):
         return self.drain()
 
     def close(self) -> None:
-        os.close(self._read_end)
-        os.close(self._write_end)
+        """Gives the pipe back. What is inside can still be drained, without waiting."""
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self._read_end)
+            os.close(self._write_end)
 
     def _swallow_wakeups(self) -> None:
         try:

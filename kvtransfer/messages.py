@@ -5,16 +5,16 @@ values out of range are refused while decoding, so what a handler receives is al
 
     worker  -> gateway   Hello, Heartbeat, StepOutput, Goodbye
     gateway -> worker    Welcome, Refused, Reintroduce, GatewayBeat, PrefillRequest, DecodeRequest, Cancel,
-                         ResetPrefixCache
+                         ResetPrefixCache, SwitchRole
     prefill -> decode    KvHello, KvOffer, KvHeader (+ K frame + V frame), KvFirstToken, KvAbort
     decode  -> prefill   KvWelcome, Refused, KvGrant, KvCredit, KvResend, KvDone, KvRevoke
 
 Every hand-over is named by (request_id, attempt); whatever names an attempt that is over is dropped.
 
 A link that is cut and comes back may have lost messages without a word. So from Welcome on the messages that matter are
-numbered 1, 2, ... in each direction (StepOutput; PrefillRequest, DecodeRequest, Cancel and ResetPrefixCache together),
-and the beats name the last number sent. Whoever misses a number gives the link up, and it begins anew with the next
-Hello and its Welcome.
+numbered 1, 2, ... in each direction (StepOutput; PrefillRequest, DecodeRequest, Cancel, ResetPrefixCache and SwitchRole
+together), and the beats name the last number sent. Whoever misses a number gives the link up, and it begins anew with
+the next Hello and its Welcome.
 
 KV frames that are lost or damaged are sent again. Messages of a transfer say how many KV bytes it had sent before them
 (`sent_bytes`, repeats included): as a link keeps the order, what has not arrived by then never will. A layer of which a
@@ -30,7 +30,7 @@ import msgspec
 
 from kvtransfer.errors import MessageError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_CONTROL_BYTES = 16 << 20
 """Upper bound of a control frame, bytes. A prompt of a million token ids takes about 5 MB."""
@@ -42,6 +42,8 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_TEXT_CHARS = 2048
 MAX_WIRE_DTYPES = 8
+MAX_DRAIN_S = 3600.0
+"""Longest time that a worker may be given to end what it runs, seconds."""
 MAX_ERROR_CHARS = 256
 """Upper bound of what a `MessageError` says: it may quote the sender, and it goes into a log."""
 
@@ -259,7 +261,8 @@ class RequestOutput(Part, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """A worker introduces itself. `generation` is drawn anew at each start, so a restarted worker is another one.
+    """A worker introduces itself. `generation` is drawn anew at each start, so a restarted worker is another one; and
+    so is one that has switched its role, which it does when told to if it says `can_switch`.
     `kv_endpoint` is where a decode worker takes KV (None for prefill). `introduction` counts how often this start has
     registered with this gateway: a Hello that is repeated for want of an answer keeps it, one after a loss moves it.
     `shares_prefixes`: whether it keeps the KV of prompts for later ones that begin alike."""
@@ -274,6 +277,7 @@ class Hello(Message, frozen=True):
     kv_endpoint: Endpoint | None
     introduction: Positive = 1
     shares_prefixes: bool = True
+    can_switch: bool = False
 
 
 class Heartbeat(Message, frozen=True):
@@ -372,6 +376,15 @@ class DecodeRequest(Message, frozen=True):
 class ResetPrefixCache(Message, frozen=True):
     """Serve nothing from what earlier requests have left in the pool. `sequence` as above."""
 
+    sequence: Count = 0
+
+
+class SwitchRole(Message, frozen=True):
+    """Drain, leave, and come back as a worker of this role. `timeout_s`: what running requests get to end in, seconds;
+    None leaves that to the worker. `sequence` as above."""
+
+    role: Role
+    timeout_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_DRAIN_S)] | None = None
     sequence: Count = 0
 
 
@@ -512,7 +525,7 @@ class KvRevoke(Message, frozen=True):
 
 
 WorkerToGateway = Hello | Heartbeat | StepOutput | Goodbye
-RequestMessage = PrefillRequest | DecodeRequest | Cancel | ResetPrefixCache
+RequestMessage = PrefillRequest | DecodeRequest | Cancel | ResetPrefixCache | SwitchRole
 """What a gateway numbers."""
 GatewayToWorker = Welcome | Refused | Reintroduce | GatewayBeat | RequestMessage
 PrefillToDecode = KvHello | KvOffer | KvHeader | KvFirstToken | KvAbort

@@ -85,6 +85,8 @@ class KvReceiver:
     def stop(self, timeout: float = 2.0) -> None:
         self._commands.put(None)
         self._thread.join(timeout)
+        if not self.is_alive():
+            self._commands.close()
 
     def _run(self) -> None:
         self._listener.watch(self._commands)

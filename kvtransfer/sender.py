@@ -87,6 +87,8 @@ class KvSender:
     def stop(self, timeout: float = 2.0) -> None:
         self._commands.put(None)
         self._thread.join(timeout)
+        if not self.is_alive():
+            self._commands.close()
 
     def _run(self) -> None:
         self._dialer.watch(self._commands)

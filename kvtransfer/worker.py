@@ -7,6 +7,9 @@ The loop ends with exit code
     0  after SIGTERM or SIGINT: the beats say `draining`, new requests are turned away, and running ones get
        `shutdown_timeout` seconds to end; what runs still, its gateway resumes elsewhere once it hears our Goodbye
     1  when all gateways refused us, the engine failed, or a thread that the worker can't live without has died
+
+It also ends when a gateway tells the worker to switch its role: it drains likewise, says Goodbye to all, and gives
+every block back. Then `next_role` says what whoever runs it has to make of the same engine.
 """
 
 import logging
@@ -19,13 +22,25 @@ from typing import Any, Final, Protocol
 from kvtransfer.control import AllGatewaysRefused, ControlEvent, FromGateway, GatewayLinks, GatewayLost, Report
 from kvtransfer.incoming import KvOffered, ReceptionEnded
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import Cancel, EndReason, Load, RequestEnd, RequestMessage, RequestOutput, ResetPrefixCache
+from kvtransfer.messages import (
+    Cancel,
+    EndReason,
+    Load,
+    RequestEnd,
+    RequestMessage,
+    RequestOutput,
+    ResetPrefixCache,
+    Role,
+    SwitchRole,
+)
 from kvtransfer.outgoing import TransferEnded
 from kvtransfer.signals import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S: Final = 0.2
+RELEASE_WITHIN_S: Final = 10.0
+"""What the threads that move KV get to let go of blocks in, when a role is over."""
 
 TransferEvent = TransferEnded | KvOffered | ReceptionEnded
 
@@ -36,6 +51,18 @@ class StopRequested:
 
 
 WorkerEvent = ControlEvent | TransferEvent | StopRequested
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """The worker drains until `at`, seconds on its clock; `role`: what it is to be next, None if it shuts down."""
+
+    at: float
+    role: Role | None = None
+
+    @property
+    def reason(self) -> str:
+        return "shutting down" if self.role is None else f"switching to {self.role.value}"
 
 
 class WorkerRole(Protocol):
@@ -88,15 +115,16 @@ class WorkerRole(Protocol):
 
 @dataclass
 class Worker:
-    """One worker process around a role."""
+    """One worker process around a role. `switches_from`: this role, if it can be told to take another."""
 
     role: WorkerRole
     links: GatewayLinks
     inbox: Mailbox[WorkerEvent]
     shutdown_timeout: float  # seconds
     clock: Callable[[], float] = time.monotonic
+    switches_from: Role | None = None
     _progress: int = 0
-    _stop_at: float | None = None
+    _ending: _Ending | None = None
     _refused: bool = False
     _failed: bool = False
     _busy: bool = False
@@ -114,6 +142,11 @@ class Worker:
             self._failed = True
         return self._shut_down()
 
+    @property
+    def next_role(self) -> Role | None:
+        """Once it has ended: the role that it was told to switch to, if it ended for that and well."""
+        return None if self._ending is None or self._failed or self._refused else self._ending.role
+
     def turn(self) -> None:
         """What is at hand, one step, a report."""
         for event in self.inbox.wait(0.0 if self._busy else IDLE_WAIT_S):
@@ -130,6 +163,8 @@ class Worker:
                 self.role.cancel(gateway, cancel, now)
             case FromGateway(_, ResetPrefixCache()):
                 self.role.reset_prefix_cache()
+            case FromGateway(gateway, SwitchRole() as order):
+                self._on_switch(gateway, order, now)
             case FromGateway(gateway, message):
                 self._on_request(gateway, message, now)
             case GatewayLost(gateway):
@@ -139,15 +174,29 @@ class Worker:
             case AllGatewaysRefused():
                 self._refused = True
             case StopRequested():
-                self._stop_at = now + self.shutdown_timeout if self._stop_at is None else now
+                self._on_stop(now)
+
+    def _on_stop(self, now: float) -> None:
+        """A second signal ends the wait. One that comes amid a switch makes a shutdown of it."""
+        is_second = self._ending is not None and self._ending.role is None
+        self._ending = _Ending(now if is_second else now + self.shutdown_timeout)
+
+    def _on_switch(self, gateway: str, order: SwitchRole, now: float) -> None:
+        """The first order counts: another gateway may have sent its own before it saw this worker drain."""
+        if self.switches_from is None:
+            logger.error("gateway %s wants another role of a worker that can't switch", gateway)
+        elif self._ending is None and order.role is not self.switches_from:
+            timeout = self.shutdown_timeout if order.timeout_s is None else order.timeout_s
+            logger.info("gateway %s switches this worker to %s", gateway, order.role.value)
+            self._ending = _Ending(now + timeout, order.role)
 
     def _on_request(self, gateway: str, message: RequestMessage, now: float) -> None:
-        if self._stop_at is None:
+        if self._ending is None:
             self.role.add(gateway, message, now)
             return
-        assert not isinstance(message, Cancel | ResetPrefixCache), message
+        assert not isinstance(message, Cancel | ResetPrefixCache | SwitchRole), message
         spec = message.request
-        end = RequestEnd(EndReason.FAILED, "the worker is shutting down")
+        end = RequestEnd(EndReason.FAILED, f"the worker is {self._ending.reason}")
         self.links.send(gateway, [RequestOutput(spec.request_id, spec.attempt, 0, end=end)])
 
     def _flush(self) -> None:
@@ -159,7 +208,7 @@ class Worker:
 
     def _after_turn(self) -> None:
         self._progress += 1
-        self.links.report(Report(self._progress, self.role.load(), draining=self._stop_at is not None))
+        self.links.report(Report(self._progress, self.role.load(), draining=self._ending is not None))
         if self.role.is_empty() and not self._is_checked:
             self.role.check_integrity()
             self._is_checked = True
@@ -167,16 +216,43 @@ class Worker:
     def _is_over(self, now: float) -> bool:
         if self._refused or not (self.links.is_alive() and self.role.is_alive()):
             return True
-        return self._stop_at is not None and (now >= self._stop_at or self.role.is_empty())
+        return self._ending is not None and (now >= self._ending.at or self.role.is_empty())
 
     def _shut_down(self) -> int:
         if not (self.links.is_alive() and self.role.is_alive()):
             logger.error("a thread of this worker has died; giving up")
             self._failed = True
         well = not (self._failed or self._refused)
-        self.links.leave("shutting down" if well else "failed")
+        self.links.leave(self._ending.reason if well and self._ending is not None else "failed")
+        if self.next_role is not None:
+            self._release()
         self.role.stop()
-        return 0 if well else 1
+        return 1 if self._failed or self._refused else 0
+
+    def _release(self) -> None:
+        """Ends what runs still, which its gateways resume elsewhere by now: the next role needs all of the pool."""
+        try:
+            for gateway in self.links.gateways:
+                self.role.cancel_all_of(gateway, self.clock())
+            self._wait_for_blocks(self.clock() + RELEASE_WITHIN_S)
+            self.role.check_integrity()
+        except Exception:
+            logger.exception("this worker can't let go of its requests; giving up")
+            self._failed = True
+
+    def _wait_for_blocks(self, deadline: float) -> None:
+        """Until no transfer touches a block any more."""
+        self.role.flush()  # which tells the threads that move KV; nobody is left to be told the outputs
+        while not self.role.is_empty():
+            if self.clock() >= deadline or not self.role.is_alive():
+                raise TimeoutError(f"requests still hold blocks: {self.role.load()}")
+            for event in self.inbox.wait(IDLE_WAIT_S):
+                if isinstance(event, TransferEvent):
+                    self.role.on_transfer(event, self.clock())
+                elif isinstance(event, StopRequested):
+                    self._on_stop(self.clock())
+                    return
+            self.role.flush()
 
 
 def stop_on_signals(inbox: Mailbox[Any]) -> None:

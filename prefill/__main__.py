@@ -47,10 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return build(config, engine, keys).run()
 
 
-def build(config: PrefillConfig, engine: Engine, keys: CurveKeys | None) -> Worker:
-    """The worker around an engine, not started yet; signals go to its loop from here on."""
+def build(config: PrefillConfig, engine: Engine, keys: CurveKeys | None, *, can_switch: bool = False) -> Worker:
+    """The worker around an engine, not started yet; signals go to its loop from here on. `can_switch`: whoever runs it
+    builds another role when it ends for that."""
     inbox: Mailbox[WorkerEvent] = Mailbox()
-    hello = introduce(config, Role.PREFILL, engine, kv_endpoint=None)
+    hello = introduce(config, Role.PREFILL, engine, kv_endpoint=None, can_switch=can_switch)
     limits = PrefillLimits(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
@@ -66,7 +67,7 @@ def build(config: PrefillConfig, engine: Engine, keys: CurveKeys | None) -> Work
     stop_on_signals(inbox)
     mark_layer = staged.mark_layer if staged else None
     role = PrefillRole(engine, scheduler, sender, mark_layer=mark_layer, witness=witness_of(config.fault))
-    return Worker(role, links, inbox, config.shutdown_timeout_s)
+    return Worker(role, links, inbox, config.shutdown_timeout_s, switches_from=Role.PREFILL if can_switch else None)
 
 
 def _sender(

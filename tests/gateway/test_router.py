@@ -142,9 +142,47 @@ def test_the_book_forgets_what_is_discarded():
 )
 def test_of_workers_about_as_good_the_one_that_holds_most_of_the_prompt_is_taken(usage, held, chosen):
     decode = [worker(f"decode-{index}", usage=usage[index]) for index in range(2)]
-    counts = {f"decode-{index}": held[index] for index in range(2)}
+    counts = {"prefill-0": 0, **{f"decode-{index}": held[index] for index in range(2)}}
     route = choose(ONE_P, decode, InFlightBook(), num_held=lambda one: counts[one.worker_id])
     assert route.decode.worker_id == chosen
+
+
+@pytest.mark.parametrize(
+    ("about", "outstanding", "held", "chosen"),
+    [
+        ({}, (0, 0), (0, 0), "prefill-0"),
+        ({}, (0, 0), (16, 32), "prefill-1"),
+        ({}, (0, 0), (32, 32), "prefill-0"),
+        ({}, (0, 31), (0, 32), "prefill-1"),
+        ({}, (0, 33), (0, 32), "prefill-0"),
+        ({}, (40, 60), (16, 32), "prefill-0"),
+        ({}, (40, 55), (16, 32), "prefill-1"),
+        ({"usage": 0.05}, (0, 0), (0, 32), "prefill-1"),
+        ({"usage": 0.2}, (0, 0), (0, 1600), "prefill-0"),
+        ({"running": 20}, (0, 0), (0, 1600), "prefill-0"),
+        ({"usage": 0.2}, (5, 0), (0, 0), "prefill-1"),
+        ({"usage": 0.2}, (5, 0), (0, 16), "prefill-1"),
+    ],
+)
+def test_prefill_goes_where_the_prompt_is_done_first(about, outstanding, held, chosen):
+    """What is held saves so many tokens, but not at a worker that is clearly busier."""
+    prefill = [worker("prefill-0", max_num_seqs=100), worker("prefill-1", max_num_seqs=100, **about)]
+    book = booked(*((f"prefill-{index}", count) for index, count in enumerate(outstanding) if count))
+    counts = {f"prefill-{index}": held[index] for index in range(2)}
+    route = choose(prefill, None, book, num_held=lambda one: counts[one.worker_id])
+    assert route.prefill.worker_id == chosen
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(0, 5)), min_size=1, max_size=5),
+    st.data(),
+)
+def test_without_anything_held_prefill_is_chosen_by_what_is_outstanding(workers, data):
+    prefill = [worker(f"prefill-{index}", running=running) for index, (_, running) in enumerate(workers)]
+    book = booked(*((f"prefill-{index}", tokens) for index, (tokens, _) in enumerate(workers)))
+    route = choose(data.draw(st.permutations(prefill)), None, book)
+    least = min((tokens, running, index) for index, (tokens, running) in enumerate(workers))
+    assert route.prefill.worker_id == f"prefill-{least[2]}"
 
 
 def test_a_suspect_is_not_taken_for_what_it_holds():

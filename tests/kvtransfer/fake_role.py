@@ -21,6 +21,7 @@ class FakeRole:
         self.num_checks = 0
         self.num_steps = 0
         self.alive = True
+        self.lends: set = set()  # requests that stay, once cancelled, until a transfer event names them
         self.on_step = lambda: False  # whether there is more to do right away
 
     def start(self) -> None:
@@ -47,6 +48,7 @@ class FakeRole:
 
     def on_transfer(self, event, now) -> None:
         self.calls.append(event)
+        self.held.pop(event.key[0], None)
 
     def step(self) -> bool:
         self.num_steps += 1
@@ -69,6 +71,8 @@ class FakeRole:
         self._end(request_id, EndReason.STOP)
 
     def _end(self, request_id, reason) -> None:
+        if request_id in self.lends:
+            return
         if gateway := self.held.pop(request_id, None):
             self.outputs.append((gateway, RequestOutput(request_id, 0, 0, end=RequestEnd(reason))))
 
@@ -80,6 +84,8 @@ class FakeLinks:
         self.sent: list = []
         self.reports: list[Report] = []
         self.left: list[str] = []
+        self.gateways = ("one", "other")
+        self.on_leave = lambda: None
         self.started = 0
         self.alive = True
 
@@ -97,6 +103,7 @@ class FakeLinks:
 
     def leave(self, reason) -> None:
         self.left.append(reason)
+        self.on_leave()
 
 
 def main(num_held: int) -> int:

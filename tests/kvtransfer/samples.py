@@ -38,6 +38,7 @@ from kvtransfer.messages import (
     Role,
     SamplingParams,
     StepOutput,
+    SwitchRole,
     Welcome,
 )
 
@@ -80,6 +81,7 @@ FROM_WORKER = (
         Limits(10, 2, 64),
         "tcp://127.0.0.1:9",
         shares_prefixes=False,
+        can_switch=True,
     ),
     Heartbeat("g2", 4, 5, Load(1, 2, 0.5, 3, 4, 0.25, 5, 6, 7, 8, KvTraffic(1, 2, 3, 4, 5, 6)), draining=True),
     StepOutput("g2", 4, (OUTPUT, RequestOutput("q", 1, 0))),
@@ -96,6 +98,8 @@ FROM_GATEWAY = (
     DecodeRequest(SPEC, None, 4),
     ResetPrefixCache(5),
     Cancel("r", 1 << 16, 4),
+    SwitchRole(Role.DECODE, 3600.0, 6),
+    SwitchRole(Role.PREFILL, sequence=7),
 )
 FROM_PREFILL = (
     KvHello(PROTOCOL_VERSION, "prefill-0", "g1", FINGERPRINT, LAYOUT, 1, 2),

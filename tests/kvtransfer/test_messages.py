@@ -32,11 +32,14 @@ CASES = [(decode, message) for decode, messages in DIRECTIONS.items() for messag
 HAVE_DEFAULTS = {
     ("Hello", "introduction"),
     ("Hello", "shares_prefixes"),
+    ("Hello", "can_switch"),
     ("Heartbeat", "draining"),
     ("PrefillRequest", "sequence"),
     ("DecodeRequest", "sequence"),
     ("Cancel", "sequence"),
     ("ResetPrefixCache", "sequence"),
+    ("SwitchRole", "timeout_s"),
+    ("SwitchRole", "sequence"),
     ("Refused", "again"),
     ("KvHello", "head_start"),
     ("KvHello", "head_stop"),
@@ -68,7 +71,7 @@ def test_there_is_a_sample_of_every_message():
     assert {type(message).__name__ for _, message in CASES} == {
         *("Hello", "Heartbeat", "StepOutput", "Goodbye"),
         *("Welcome", "Refused", "Reintroduce", "GatewayBeat", "PrefillRequest", "DecodeRequest", "Cancel"),
-        "ResetPrefixCache",
+        *("ResetPrefixCache", "SwitchRole"),
         *("KvHello", "KvOffer", "KvHeader", "KvFirstToken", "KvAbort"),
         *("KvWelcome", "KvGrant", "KvCredit", "KvResend", "KvDone", "KvRevoke"),
     }
