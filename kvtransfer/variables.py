@@ -10,6 +10,7 @@ ENV_PREFIX: Final = "KVSPLICE_"
 
 KNOWN_VARIABLES: Final[frozenset[str]] = frozenset(
     {
+        "KVSPLICE_ADMIN_KEY",
         "KVSPLICE_API_KEY",
         "KVSPLICE_BLOCK_SIZE",
         "KVSPLICE_CACHE",
@@ -23,6 +24,7 @@ KNOWN_VARIABLES: Final[frozenset[str]] = frozenset(
         "KVSPLICE_DEFAULT_MODE",
         "KVSPLICE_DEVICE",
         "KVSPLICE_DTYPE",
+        "KVSPLICE_ENABLE_ADMIN",
         "KVSPLICE_ENFORCE_EAGER",
         "KVSPLICE_ENABLE_PREFIX_CACHING",
         "KVSPLICE_FAILOVER_TIMEOUT_S",
@@ -63,6 +65,7 @@ KNOWN_VARIABLES: Final[frozenset[str]] = frozenset(
         "KVSPLICE_QUEUE_TIMEOUT_S",
         "KVSPLICE_READY_TIMEOUT_S",
         "KVSPLICE_REQUEST_TIMEOUT_S",
+        "KVSPLICE_ROLE",
         "KVSPLICE_SAMPLE",
         "KVSPLICE_SCHEDULING_POLICY",
         "KVSPLICE_SEED",

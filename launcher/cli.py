@@ -25,6 +25,7 @@ An LLM server that runs prefill and decode on different GPUs.
   gateway       the HTTP face alone
   prefill       one worker that turns prompts into KV cache
   decode        one worker that takes KV cache, or computes it, and generates
+  worker        one worker that is either, and switches its role when told to
   fetch-model   bring a model onto this machine
   keys          make the keys by which our processes know each other
   health        exit code 0 if a gateway is ready, or gives a worker requests, else 1
@@ -67,6 +68,12 @@ def _serve(argv: Sequence[str]) -> int:
     config = parse(ServeConfig, argv, os.environ, prog, description)
     with one_line_errors(prog), _interruptible():
         return serve(config, os.environ)
+
+
+def _worker(argv: Sequence[str]) -> int:
+    from launcher.worker import main as run_worker
+
+    return run_worker(argv)
 
 
 def _fetch_model(argv: Sequence[str]) -> int:
@@ -138,6 +145,7 @@ COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = MappingProxyType
         "gateway": _role("gateway"),
         "prefill": _role("prefill"),
         "decode": _role("decode"),
+        "worker": _worker,
         "fetch-model": _fetch_model,
         "keys": _keys,
         "health": _health,

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from decode.config import DecodeConfig
 from engine.config import DEFAULT_MODEL, EngineConfig
-from gateway.config import GatewayConfig
+from gateway.config import GatewayConfig, check_admin
 from kvtransfer.addresses import check_host
 from kvtransfer.emulated_link import LinkSpec
 from kvtransfer.errors import SettingsError
@@ -114,6 +114,8 @@ class ServeConfig(Settings):
     host: str = like(GatewayConfig, "host")
     port: int = like(GatewayConfig, "port")
     api_key: str | None = like(GatewayConfig, "api_key")
+    enable_admin: bool = like(GatewayConfig, "enable_admin")
+    admin_key: str | None = like(GatewayConfig, "admin_key")
     curve_dir: str | None = like(ProcessSettings, "curve_dir")
     sample: bool = setting(True, "Stream one sample completion to the terminal when ready.", group="process")
     ready_timeout_s: float = setting(
@@ -124,9 +126,20 @@ class ServeConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_host("--host", self.host)
+        check_admin(self.host, self.enable_admin, self.api_key, self.admin_key)
         if self.kv_link is not None:
             LinkSpec.parse(self.kv_link)
-        if self.prefill == 0 and self.default_mode == "disaggregated":
+        if self.is_colocated and self.default_mode == "disaggregated":
             raise SettingsError("--default-mode disaggregated needs a prefill worker, and --prefill is 0")
-        if self.prefill == 0 and (self.kv_link or self.kv_checksum or self.kv_wire_dtype != "auto"):
+        if self.is_colocated and (self.kv_link or self.kv_checksum or self.kv_wire_dtype != "auto"):
             raise SettingsError("--kv-link, --kv-checksum, --kv-wire-dtype need a prefill worker, and --prefill is 0")
+
+    @property
+    def can_switch(self) -> bool:
+        """Whether workers can be given the other role: only where there is a way to say so."""
+        return self.enable_admin or self.admin_key is not None
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether there is no prefill worker, and never will be."""
+        return self.prefill == 0 and not self.can_switch

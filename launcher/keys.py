@@ -7,14 +7,15 @@ from typing import Final
 from kvtransfer.curve import GATEWAY_KEY, PUBLIC_FOLDER, check_key_name, private_path, public_path, write_pair
 from kvtransfer.errors import SettingsError
 
-DEFAULT_NAMES: Final = (GATEWAY_KEY, "prefill", "decode")
+DEFAULT_NAMES: Final = (GATEWAY_KEY, "prefill", "decode", "worker")
 
 USAGE: Final = """\
 usage: kvsplice keys DIR [NAME ...]
 
-Makes a CURVE key pair for each NAME (default: gateway prefill decode) in DIR/public and DIR/private. What is there
-already is never overwritten. A worker takes the key that is called as its role, or as --curve-name says, and its worker
-id must be that name or begin with it and a dash. The gateway's key is called gateway.
+Makes a CURVE key pair for each NAME (default: gateway prefill decode worker) in DIR/public and DIR/private. What is
+there already is never overwritten. A worker takes the key that is called as its role, or worker if it can switch that,
+or as --curve-name says, and its worker id must be that name or begin with it and a dash. The gateway's key is called
+gateway.
 """
 
 

@@ -3,6 +3,8 @@
 gateway      HTTP on --host:--port, control on a free loopback port
 prefill-0..  dial the control port
 decode-0..   dial the control port, take KV on free loopback ports
+
+Where admin calls may switch roles, workers are called worker-0.., first those that begin with prefill.
 """
 
 import sys
@@ -14,9 +16,11 @@ from typing import Any, Final
 from decode.config import DecodeConfig
 from gateway.config import GatewayConfig
 from kvtransfer.addresses import endpoint
+from kvtransfer.messages import Role
 from kvtransfer.settings import Settings, options, to_flags
 from launcher.config import ServeConfig
 from launcher.gpus import VISIBLE
+from launcher.worker_config import WorkerConfig
 from prefill.config import PrefillConfig
 
 LOOPBACK: Final = "127.0.0.1"
@@ -24,7 +28,8 @@ GATEWAY_DRAIN_S: Final = 1.5
 """What running requests get to end in, seconds. Then the gateway tells clients why theirs has not."""
 WORKER_DRAIN_S: Final = 2.0
 """The same on workers: longer, so that the gateway speaks first, and less than the launcher's patience."""
-API_KEY_VARIABLE: Final = "KVSPLICE_API_KEY"
+KEY_VARIABLES: Final = {"api_key": "KVSPLICE_API_KEY", "admin_key": "KVSPLICE_ADMIN_KEY"}
+"""Keys go through the environment: command lines are public."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,8 @@ def served_names(config: ServeConfig) -> tuple[str, ...]:
 
 def plan(config: ServeConfig, model: Path, machine: Machine, environ: Mapping[str, str]) -> list[ChildSpec]:
     """The gateway and all workers, in the order of starting."""
-    names = [f"prefill-{index}" for index in range(config.prefill)]
-    names += [f"decode-{index}" for index in range(config.decode)]
-    workers = [_worker(config, model, machine, environ, names, index) for index in range(len(names))]
+    roles = [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
+    workers = [_worker(config, model, machine, environ, roles, index) for index in range(len(roles))]
     return [_gateway(config, model, machine, environ), *workers]
 
 
@@ -67,40 +71,49 @@ def _gateway(config: ServeConfig, model: Path, machine: Machine, environ: Mappin
         "control_host": LOOPBACK,
         "control_port": machine.control_port,
         "shutdown_timeout_s": GATEWAY_DRAIN_S,
-        "default_mode": config.default_mode if config.prefill else "local",
-        "api_key": None,  # goes through the environment: command lines are public
+        "default_mode": "local" if config.is_colocated else config.default_mode,
+        **dict.fromkeys(KEY_VARIABLES),
     }
-    secret = {API_KEY_VARIABLE: config.api_key} if config.api_key else {}
+    secret = {variable: key for name, variable in KEY_VARIABLES.items() if (key := getattr(config, name))}
     return ChildSpec("gateway", _command("gateway", GatewayConfig, values), {**environ, **secret})
 
 
 def _worker(
-    config: ServeConfig, model: Path, machine: Machine, environ: Mapping[str, str], names: Sequence[str], index: int
+    config: ServeConfig, model: Path, machine: Machine, environ: Mapping[str, str], roles: Sequence[Role], index: int
 ) -> ChildSpec:
-    name = names[index]
-    role, config_class = ("prefill", PrefillConfig) if name.startswith("prefill") else ("decode", DecodeConfig)
+    command, config_class = ("worker", WorkerConfig) if config.can_switch else _FIXED[roles[index]]
+    number = index if config.can_switch else roles[:index].count(roles[index])
+    name = f"{command}-{number}"
     values = _shared(config, config_class) | {
         "model": str(model),
         "worker_id": name,
         "gateway": (endpoint(LOOPBACK, machine.control_port),),
-        "cpu_threads": config.cpu_threads or max(1, machine.cores // len(names)),
+        "cpu_threads": config.cpu_threads or max(1, machine.cores // len(roles)),
         "shutdown_timeout_s": WORKER_DRAIN_S,
-        "curve_name": role if config.curve_dir else None,
+        "curve_name": command if config.curve_dir else None,
+        "role": roles[index].value,
     }
-    if role == "decode":
+    if command != Role.PREFILL.value:
         values |= {"kv_host": LOOPBACK, "kv_port": 0, "kv_advertise_host": LOOPBACK}
-    own = {key: value for key, value in environ.items() if key != API_KEY_VARIABLE}
+    own = {key: value for key, value in environ.items() if key not in KEY_VARIABLES.values()}
     if machine.gpus:
         own[VISIBLE] = machine.gpus[index % len(machine.gpus)]
-        sharers = len(range(index % len(machine.gpus), len(names), len(machine.gpus)))
+        sharers = len(range(index % len(machine.gpus), len(roles), len(machine.gpus)))
         values["gpu_memory_utilization"] = config.gpu_memory_utilization / sharers
-    return ChildSpec(name, _command(role, config_class, values), own)
+    return ChildSpec(name, _command(command, config_class, values), own)
 
 
 def _shared(config: ServeConfig, config_class: type[Settings]) -> dict[str, Any]:
     """The settings that `serve` and a role have under the same name."""
     theirs = {option.name for option in options(config_class)}
     return {option.name: getattr(config, option.name) for option in options(ServeConfig) if option.name in theirs}
+
+
+_FIXED: Final[Mapping[Role, tuple[str, type[Settings]]]] = {
+    Role.PREFILL: ("prefill", PrefillConfig),
+    Role.DECODE: ("decode", DecodeConfig),
+}
+"""The command and settings of a worker that keeps its role."""
 
 
 def _command(role: str, config_class: type[Settings], values: Mapping[str, Any]) -> tuple[str, ...]:

@@ -110,7 +110,7 @@ def _stop_on_signals() -> threading.Event:
 
 def _starting(config: ServeConfig) -> str:
     noun = "worker" if config.decode == 1 else "workers"
-    if config.prefill == 0:
+    if config.is_colocated:
         return f"starting {config.decode} {noun} for prefill and decode..."
     return f"starting {config.prefill} prefill and {config.decode} decode {noun}..."
 

@@ -55,12 +55,12 @@ def test_fetch_model_prints_a_local_folder(capsys, tmp_path):
 def test_keys_makes_what_the_roles_load_and_says_what_belongs_where(capsys, tmp_path):
     assert main(["keys", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    for name in ("gateway", "prefill", "decode"):
+    for name in ("gateway", "prefill", "decode", "worker"):
         assert CurveKeys.load(tmp_path, name).name == name
         assert str(private_path(tmp_path, name)) in out
     assert str(tmp_path / "public") in out
     assert main(["keys", str(tmp_path), "decode-1", "decode-1"]) == 0
-    assert set(CurveKeys.load(tmp_path, "decode-1").known) == {"gateway", "prefill", "decode", "decode-1"}
+    assert set(CurveKeys.load(tmp_path, "decode-1").known) == {"gateway", "prefill", "decode", "worker", "decode-1"}
 
 
 @pytest.mark.parametrize(
