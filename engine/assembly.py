@@ -1,7 +1,6 @@
 """Puts a worker's engine together from its settings: model, KV pool, block books, runner; and says who it is."""
 
 import os
-import re
 import secrets
 import socket
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 
 from engine.block_pool import BlockPool
-from engine.config import EngineConfig
+from engine.config import EngineConfig, default_worker_id
 from engine.kv_cache import KvCache
 from engine.loading import (
     LoadedModel,
@@ -111,8 +110,3 @@ def key_name_of(config: EngineConfig, role: Role) -> str:
 def worker_id_of(config: EngineConfig, role: Role) -> str:
     """The name of this process in the cluster, the same at each call."""
     return config.worker_id or default_worker_id(key_name_of(config, role), socket.gethostname(), os.getpid())
-
-
-def default_worker_id(prefix: str, host: str, pid: int) -> str:
-    """A name for the wire; whatever a host name may hold beyond letters and digits becomes a dash."""
-    return f"{prefix}-{re.sub('[^A-Za-z0-9-]', '-', host)[:64]}-{pid}"

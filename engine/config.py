@@ -165,3 +165,8 @@ class EngineConfig(Settings):
             share_prefixes=self.enable_prefix_caching,
             by_priority=self.scheduling_policy == "priority",
         )
+
+
+def default_worker_id(prefix: str, host: str, pid: int) -> str:
+    """A name for the wire; whatever a host name may hold beyond letters and digits becomes a dash."""
+    return f"{prefix}-{re.sub('[^A-Za-z0-9-]', '-', host)[:64]}-{pid}"

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from decode.config import DecodeConfig
-from engine.assembly import default_worker_id
-from engine.config import EngineConfig
+from engine.config import EngineConfig, default_worker_id
 from kvtransfer.errors import SettingsError
 from kvtransfer.link_name import speaks_for
 from kvtransfer.messages import Role

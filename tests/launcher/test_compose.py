@@ -136,7 +136,7 @@ def test_each_process_gets_all_public_keys_and_its_own_private_one(name, tmp_pat
         inside.parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if Path(source).is_dir() else shutil.copy)(source, inside)
     keys = CurveKeys.load(tmp_path / "container", OWN_KEY[name])
-    assert set(keys.known) == {"gateway", "prefill", "decode"}
+    assert set(keys.known) == {"gateway", "prefill", "decode", "worker"}
     assert [path.name for path in tmp_path.glob("container/private/*")] == [f"{OWN_KEY[name]}.key_secret"]
     if name != "gateway":
         keys.check_owns(command_config(service).worker_id)

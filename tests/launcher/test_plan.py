@@ -11,9 +11,10 @@ from kvtransfer.settings import parse
 from launcher.config import ServeConfig
 from launcher.plan import Machine, plan, served_names
 from launcher.supervisor import PATIENCE_S
+from launcher.worker_config import WorkerConfig
 from prefill.config import PrefillConfig
 
-CLASSES = {"gateway": GatewayConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
+CLASSES = {"gateway": GatewayConfig, "prefill": PrefillConfig, "decode": DecodeConfig, "worker": WorkerConfig}
 MODEL = Path("/models/tiny")
 
 
@@ -100,12 +101,39 @@ def test_keys_go_to_every_process_each_of_which_takes_that_of_its_role():
     assert {config.curve_dir for config, _ in planned().values()} == {None}
 
 
-def test_the_key_is_in_no_command_line():
-    config = ServeConfig(api_key="open-sesame")
+@pytest.mark.parametrize("name", ["api_key", "admin_key"])
+def test_the_key_is_in_no_command_line(name):
+    config = ServeConfig(**{name: "open-sesame"})
     machine = Machine(cores=1, gpus=(), http_port=1, control_port=2)
-    children = plan(config, MODEL, machine, {"KVSPLICE_API_KEY": "open-sesame"})
+    variable = f"KVSPLICE_{name.upper()}"
+    children = plan(config, MODEL, machine, {variable: "open-sesame"})
     assert not any("open-sesame" in word for child in children for word in child.command)
-    assert [child.environ.get("KVSPLICE_API_KEY") for child in children] == ["open-sesame", None, None]
+    assert [child.environ.get(variable) for child in children] == ["open-sesame", None, None]
+
+
+@pytest.mark.parametrize("admin", [{"enable_admin": True}, {"admin_key": "b"}])
+def test_where_admin_calls_are_on_workers_can_switch(admin):
+    config = ServeConfig(prefill=1, decode=2, max_num_batched_tokens=64, max_num_prefill_tokens=32, **admin)
+    children = planned(config)
+    assert list(children) == ["gateway", "worker-0", "worker-1", "worker-2"]
+    assert children["gateway"][0].takes_admin_calls
+    workers = [worker for worker, _ in list(children.values())[1:]]
+    assert [(worker.role, worker.own_id) for worker in workers] == [
+        ("prefill", "worker-0"),
+        ("decode", "worker-1"),
+        ("decode", "worker-2"),
+    ]
+    for worker in workers:
+        assert (worker.kv_host, worker.kv_port, worker.kv_advertise_host) == ("127.0.0.1", 0, "127.0.0.1")
+        assert (worker.as_prefill().max_num_batched_tokens, worker.as_decode().max_num_prefill_tokens) == (64, 32)
+    with_keys = planned(ServeConfig(curve_dir="/keys", **admin))
+    assert {worker.key_name for worker, _ in list(with_keys.values())[1:]} == {"worker"}
+
+
+def test_workers_that_can_switch_may_all_begin_with_decode():
+    children = planned(ServeConfig(prefill=0, decode=2, enable_admin=True, kv_checksum=True))
+    assert [worker.role for worker, _ in list(children.values())[1:]] == ["decode", "decode"]
+    assert children["gateway"][0].default_mode == "auto", "a prompt may go to prefill, once somebody prefills"
 
 
 @pytest.mark.parametrize(

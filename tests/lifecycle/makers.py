@@ -22,16 +22,16 @@ def rules_and_limits(settings: dict) -> tuple[QueueRules, dict]:
 
 
 class Prefill:
-    """A prefill scheduler with its pool."""
+    """A prefill scheduler with its pool, a new one unless `pool` is that of a role before it."""
 
-    def __init__(self, num_blocks=16, block_size=4, **limits) -> None:
+    def __init__(self, num_blocks=16, block_size=4, pool=None, **limits) -> None:
         defaults = {
             "max_num_batched_tokens": 8,
             "max_num_seqs": 4,
             "max_model_len": 64,
             "queue_timeout": 100.0,
         }
-        self.pool = BlockPool(num_blocks, block_size)
+        self.pool = pool or BlockPool(num_blocks, block_size)
         rules, limits = rules_and_limits(defaults | limits)
         self.scheduler = PrefillScheduler(self.pool, rules, PrefillLimits(**limits), frozenset({EOS}))
 
@@ -63,7 +63,7 @@ class Prefill:
 class Decode:
     """A decode scheduler with its pool."""
 
-    def __init__(self, num_blocks=16, block_size=4, **limits) -> None:
+    def __init__(self, num_blocks=16, block_size=4, pool=None, **limits) -> None:
         defaults = {
             "max_num_prefill_tokens": 8,
             "max_num_seqs": 4,
@@ -72,7 +72,7 @@ class Decode:
             "queue_timeout": 100.0,
             "offer_timeout": 100.0,
         }
-        self.pool = BlockPool(num_blocks, block_size)
+        self.pool = pool or BlockPool(num_blocks, block_size)
         rules, limits = rules_and_limits(defaults | limits)
         self.scheduler = DecodeScheduler(self.pool, rules, DecodeLimits(**limits), frozenset({EOS}))
 
