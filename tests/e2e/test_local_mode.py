@@ -6,6 +6,7 @@ the whole way and keeps no KV for later: nothing there was ever computed by deco
 
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -190,6 +191,25 @@ def test_an_unknown_mode_is_a_400(auto, mode):
 # --- workers that do both ----------------------------------------------------------------------------
 
 
+def assert_replicas_share_the_load(http: httpx.Client) -> None:
+    """Calls at once go to both; a prompt that goes on like an earlier one finds what that has left, on whichever."""
+    wait_until(lambda: len(looked_up(http)) == 2, within_s=60.0, what="the second one is there, too")
+    prompts = [prompt_of(300, salt) for salt in range(262, 290, 7)]
+    fields = {"max_tokens": 200, "ignore_eos": True}
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert all(answer.num_tokens == 200 for answer in pool.map(lambda one: complete(http, one, **fields), prompts))
+    wait_until(lambda: all(looked_up(http)), within_s=5.0, what="both replicas have had prompts")
+    for prompt in prompts:
+        usage = complete(http, [*prompt, 7, 8, 9], max_tokens=2).usage
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= 288, "18 full blocks of 16"
+
+
+def looked_up(http: httpx.Client) -> list[float]:
+    """Prompt tokens that each worker has looked up in its cache."""
+    found = re.findall(r"^kvsplice:prefix_cache_queries_total\{[^}]*\} (\S+)$", http.get("/metrics").text, re.MULTILINE)
+    return [float(value) for value in found]
+
+
 def test_serve_without_prefill_workers(tiny_model, plain, tmp_path):
     flags = ["serve", "--model", str(tiny_model), "--device", "cpu", "--port", "0", "--no-sample", *TINY_WORKERS]
     more = ["--prefill", "0", "--decode", "2", "--served-model-name", MODEL_NAME]
@@ -205,6 +225,7 @@ def test_serve_without_prefill_workers(tiny_model, plain, tmp_path):
                 assert complete(http, prompt, ignore_eos=True).text == expected.text
             response = http.post("/v1/completions", json=body_of(PROMPT, max_tokens=2))
             assert response.headers[HEADER] == "local"
+            assert_replicas_share_the_load(http)
             refused = http.post("/v1/completions", json=body_of(PROMPT), headers={HEADER: "disaggregated"})
             assert refused.status_code == 503
     except BaseException:
