@@ -4,9 +4,11 @@
     python -m experiments.mixed_load --url http://127.0.0.1:8000 [--seconds 60] [--json FILE]
 
 1. Warm-up with both kinds of load at once. Not counted.
-2. Long prompts on an idle system, one after another.
-3. Streams alone.
-4. Streams, and a long prompt every few seconds.
+2. Streams alone.
+3. Streams, and a long prompt every few seconds.
+
+Before, between and behind these two, some long prompts on an idle system, one after another: in three turns, because
+machines drift.
 
 A token's time is the arrival of its chunk, TTFT that of the first chunk with content, counted from the call; n chunks
 have n - 1 gaps (ITL). All prompts are random words that no prompt before them had in that order.
@@ -24,7 +26,7 @@ from pathlib import Path
 import httpx
 
 from experiments.fresh_prompts import prompt_source
-from experiments.mixed_summary import summarise_long, summarise_streams
+from experiments.mixed_summary import summarise_idle, summarise_long, summarise_streams
 from experiments.mixed_tables import MixedResult, failure_lines, long_table, stream_table
 from experiments.mixed_traffic import Shape, Traffic
 from experiments.server_flags import add_server_flags, require_positive
@@ -44,16 +46,16 @@ async def measure(options: argparse.Namespace, shape: Shape) -> MixedResult:
 async def _run(traffic: Traffic, options: argparse.Namespace) -> MixedResult:
     _say(f"warming up for {options.warmup:g} s, not counted")
     await traffic.phase(options.warmup, with_long_prompts=True)
-    _say(f"{options.idle_prompts} long prompts on the idle system")
-    idle = await traffic.idle(options.idle_prompts)
-    _say(f"streams alone for {options.seconds:g} s")
+    _say(f"streams alone for {options.seconds:g} s, then with long prompts for as long")
+    idle = list(await traffic.idle(options.idle_prompts))
     alone = await traffic.phase(options.seconds, with_long_prompts=False)
-    _say(f"streams and long prompts for {options.seconds:g} s")
+    idle += await traffic.idle(options.idle_prompts)
     mixed = await traffic.phase(options.seconds, with_long_prompts=True)
+    idle += await traffic.idle(options.idle_prompts)
     return MixedResult(
         alone=summarise_streams(alone),
         mixed=summarise_streams(mixed),
-        idle=summarise_long(idle, idle[0].sent_at, idle[-1].ended_at),
+        idle=summarise_idle(idle),
         loaded=summarise_long(mixed.long_prompts, mixed.start, mixed.stop, 1 / options.long_every),
     )
 
@@ -112,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stream-output", type=int, default=shape.stream_output, help="tokens of a stream")
     parser.add_argument("--long-tokens", type=int, default=shape.long_tokens)
     parser.add_argument("--long-every", type=float, default=shape.long_every, help="seconds")
-    parser.add_argument("--idle-prompts", type=int, default=5)
+    parser.add_argument("--idle-prompts", type=int, default=5, help="at each of the three times")
     parser.add_argument("--json", type=Path, help="also write the results to this file, with ECDFs")
     return parser
 

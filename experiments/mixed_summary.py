@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 
 from experiments.percentiles import Spread, drift, spread_of
@@ -95,6 +95,13 @@ def summarise_long(
         wanted_per_second=wanted_per_second,
         ends=_ends(records),
     )
+
+
+def summarise_idle(records: Sequence[StreamRecord]) -> LongSummary:
+    """Of prompts that went out one by one, at whatever times."""
+    spent = sum(record.ended_at - record.sent_at for record in records)
+    summary = summarise_long(records, records[0].sent_at, records[-1].ended_at)
+    return replace(summary, sent_per_second=len(records) / spent)
 
 
 def _ttfts(records: Sequence[StreamRecord], start: float, stop: float) -> list[float]:

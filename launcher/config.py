@@ -85,6 +85,12 @@ class ServeConfig(Settings):
         le=1024,
         default_text="the cores, split evenly among workers",
     )
+    reserve_cores: bool = setting(
+        True,
+        "On a CPU with cores enough for all workers' threads: give each prefill worker cores that none of our other "
+        "processes uses.",
+        group="workers",
+    )
     default_mode: str = like(GatewayConfig, "default_mode")
     local_prefill_threshold: int = like(GatewayConfig, "local_prefill_threshold")
     max_num_batched_tokens: int = setting(

@@ -5,11 +5,16 @@ prefill-0..  dial the control port
 decode-0..   dial the control port, take KV on free loopback ports
 
 Where admin calls may switch roles, workers are called worker-0.., first those that begin with prefill.
+
+Where there are enough cores, prefill workers on a CPU have some of their own, and all other processes share the rest.
+Left to itself, the kernel wakes the gateway and all that is small on prefill's core, which is idle between prompts, and
+leaves them there when the next prompt comes: on two cores a long one then takes a third longer. Decode hardly notices.
+Workers that may switch their roles have no cores of their own.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,18 +39,20 @@ KEY_VARIABLES: Final = {"api_key": "KVSPLICE_API_KEY", "admin_key": "KVSPLICE_AD
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """One process to run: the name in front of its log lines, its command line and its environment."""
+    """One process to run: the name in front of its log lines, its command line, its environment, and the cores that it
+    may use (None: all)."""
 
     name: str
     command: tuple[str, ...]
     environ: Mapping[str, str]
+    cores: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to share out: CPU cores, GPUs (as CUDA_VISIBLE_DEVICES takes them), free ports."""
+    """What there is to share out: CPU cores by number, GPUs (as CUDA_VISIBLE_DEVICES takes them), free ports."""
 
-    cores: int
+    cores: tuple[int, ...]
     gpus: tuple[str, ...]
     http_port: int
     control_port: int
@@ -60,7 +67,26 @@ def plan(config: ServeConfig, model: Path, machine: Machine, environ: Mapping[st
     """The gateway and all workers, in the order of starting."""
     roles = [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
     workers = [_worker(config, model, machine, environ, roles, index) for index in range(len(roles))]
-    return [_gateway(config, model, machine, environ), *workers]
+    cores = _cores(config, machine)
+    return [replace(child, cores=cores(child.name)) for child in (_gateway(config, model, machine, environ), *workers)]
+
+
+def _threads(config: ServeConfig, machine: Machine) -> int:
+    """Threads that each worker computes with."""
+    return config.cpu_threads or max(1, len(machine.cores) // (config.prefill + config.decode))
+
+
+def _cores(config: ServeConfig, machine: Machine) -> Callable[[str], frozenset[int] | None]:
+    """Which cores each child may use, by its name."""
+    threads = _threads(config, machine)
+    num_reserved = threads * config.prefill
+    enough = num_reserved + threads * config.decode <= len(machine.cores)
+    if machine.gpus or not config.reserve_cores or not config.prefill or not enough or config.can_switch:
+        return lambda name: None
+    reserved = machine.cores[-num_reserved:]
+    shares = {f"prefill-{i}": frozenset(reserved[i * threads : (i + 1) * threads]) for i in range(config.prefill)}
+    rest = frozenset(machine.cores[:-num_reserved])
+    return lambda name: shares.get(name, rest)
 
 
 def _gateway(config: ServeConfig, model: Path, machine: Machine, environ: Mapping[str, str]) -> ChildSpec:
@@ -88,7 +114,7 @@ def _worker(
         "model": str(model),
         "worker_id": name,
         "gateway": (endpoint(LOOPBACK, machine.control_port),),
-        "cpu_threads": config.cpu_threads or max(1, machine.cores // len(roles)),
+        "cpu_threads": _threads(config, machine),
         "shutdown_timeout_s": WORKER_DRAIN_S,
         "curve_name": command if config.curve_dir else None,
         "role": roles[index].value,

@@ -1,5 +1,6 @@
 """One child process: started, its output shown line by line under its name, stopped."""
 
+import os
 import signal
 import subprocess
 import threading
@@ -34,6 +35,8 @@ class ChildProcess:
             stderr=subprocess.STDOUT,
             process_group=0,
         )
+        if spec.cores is not None:
+            self._keep_to(spec.cores)
         assert self._process.stdout is not None
         self._reader = threading.Thread(
             target=self._show, args=(self._process.stdout,), name=f"log of {spec.name}", daemon=True
@@ -75,6 +78,13 @@ class ChildProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
         return True
+
+    def _keep_to(self, cores: frozenset[int]) -> None:
+        """It has one thread yet, and all others inherit what that may use."""
+        try:
+            os.sched_setaffinity(self.pid, cores)
+        except OSError as error:  # a sandbox forbids it, or the process is gone already
+            self._terminal.line(f"kvsplice: {self.name} may use all cores: {error.strerror}")
 
     def _show(self, output: IO[bytes]) -> None:
         """Reads to the end, so that the child never blocks on its log."""

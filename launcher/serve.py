@@ -82,7 +82,7 @@ def supervise(supervisor: Supervisor, stop: threading.Event, terminal: Terminal)
 
 def _machine(config: ServeConfig, environ: Mapping[str, str]) -> Machine:
     return Machine(
-        cores=len(os.sched_getaffinity(0)),
+        cores=tuple(sorted(os.sched_getaffinity(0))),
         gpus=visible_gpus(config.device, environ),
         http_port=usable_port(config.host, config.port),
         control_port=usable_port(LOOPBACK, 0),

@@ -122,7 +122,7 @@ def test_a_whole_run_prints_both_tables_and_writes_json(tmp_path, capsys):
     assert "open loop" in printed.out
     assert "not counted" in printed.err
     result = json.loads((tmp_path / "out.json").read_text())
-    assert result["idle"]["ends"]["finished"] == 5
+    assert result["idle"]["ends"]["finished"] == 15
     assert result["idle"]["prompt_tokens"] == [40]
     assert result["alone"]["tokens_per_chunk"] == 1.0
     assert result["mixed"]["itl"]["count"] > 20

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.mixed_summary import Ends, PhaseRecords, summarise_long, summarise_streams
+from experiments.mixed_summary import Ends, PhaseRecords, summarise_idle, summarise_long, summarise_streams
 from experiments.mixed_tables import MixedResult, failure_lines, long_table, stream_table
 from experiments.stream_record import Outcome, StreamRecord
 
@@ -70,6 +70,12 @@ def test_long_prompts_say_how_late_they_were_sent():
     assert summary.late.max_ms == pytest.approx(100.0)
     assert summary.prompt_tokens == (1499, 1500)
     assert (summary.sent_per_second, summary.wanted_per_second) == (0.1, 0.2)
+
+
+def test_prompts_on_the_idle_system_go_out_in_turns():
+    summary = summarise_idle([finished(0.0, 1.0), finished(50.0, 51.0), finished(90.0, 93.0)])
+    assert summary.ttft.max_ms == 3000.0
+    assert summary.sent_per_second == pytest.approx(3 / 5)
 
 
 def test_the_tables_show_both_sides_and_their_ratio():

@@ -20,7 +20,7 @@ MODEL = Path("/models/tiny")
 
 def planned(config=None, *, cores=8, gpus=(), environ=None):
     """name -> (the config that the child will see, its environment)"""
-    machine = Machine(cores=cores, gpus=gpus, http_port=8123, control_port=9123)
+    machine = Machine(cores=tuple(range(cores)), gpus=gpus, http_port=8123, control_port=9123)
     children = {}
     for child in plan(config or ServeConfig(), MODEL, machine, environ or {}):
         assert child.command[2:4] == ("-m", "launcher.child")
@@ -104,7 +104,7 @@ def test_keys_go_to_every_process_each_of_which_takes_that_of_its_role():
 @pytest.mark.parametrize("name", ["api_key", "admin_key"])
 def test_the_key_is_in_no_command_line(name):
     config = ServeConfig(**{name: "open-sesame"})
-    machine = Machine(cores=1, gpus=(), http_port=1, control_port=2)
+    machine = Machine(cores=(0,), gpus=(), http_port=1, control_port=2)
     variable = f"KVSPLICE_{name.upper()}"
     children = plan(config, MODEL, machine, {variable: "open-sesame"})
     assert not any("open-sesame" in word for child in children for word in child.command)
@@ -179,3 +179,31 @@ def test_without_prefill_workers_all_is_local(default_mode):
     assert list(children) == ["gateway", "decode-0", "decode-1"]
     assert children["gateway"][0].default_mode == "local"
     assert children["decode-0"][0].cpu_threads == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "cores", "expected"),
+    [
+        ({}, (0, 1), {"gateway": {0}, "prefill-0": {1}, "decode-0": {0}}),
+        ({}, (2, 5, 7), {"gateway": {2, 5}, "prefill-0": {7}, "decode-0": {2, 5}}),
+        ({}, range(8), {"gateway": {0, 1, 2, 3}, "prefill-0": {4, 5, 6, 7}, "decode-0": {0, 1, 2, 3}}),
+        (
+            {"prefill": 2, "cpu_threads": 1},
+            range(4),
+            {"gateway": {0, 1}, "prefill-0": {2}, "prefill-1": {3}, "decode-0": {0, 1}},
+        ),
+        ({"decode": 2, "prefill": 0}, range(4), {"gateway": None, "decode-0": None, "decode-1": None}),
+        ({"cpu_threads": 2}, range(3), {"gateway": None, "prefill-0": None, "decode-0": None}),
+        ({}, (0,), {"gateway": None, "prefill-0": None, "decode-0": None}),
+        ({"reserve_cores": False}, (0, 1), {"gateway": None, "prefill-0": None, "decode-0": None}),
+    ],
+)
+def test_prefill_workers_have_cores_of_their_own(settings, cores, expected):
+    machine = Machine(cores=tuple(cores), gpus=(), http_port=1, control_port=2)
+    children = plan(ServeConfig(**settings), MODEL, machine, {})
+    assert {child.name: child.cores for child in children} == expected
+
+
+def test_where_gpus_compute_all_cores_are_for_all():
+    machine = Machine(cores=(0, 1), gpus=("0",), http_port=1, control_port=2)
+    assert {child.cores for child in plan(ServeConfig(), MODEL, machine, {})} == {None}

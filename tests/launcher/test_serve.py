@@ -182,7 +182,7 @@ def test_probe_without_a_gateway():
 @pytest.mark.parametrize(("prefill", "path"), [(1, "/health?mode=disaggregated"), (0, "/health")])
 def test_ready_means_that_all_roles_are_there(prefill, path, tmp_path):
     """Without the question for the mode, decode alone would be enough, and prefill might still be loading."""
-    machine = Machine(cores=1, gpus=(), http_port=8123, control_port=9123)
+    machine = Machine(cores=(0,), gpus=(), http_port=8123, control_port=9123)
     assert _probe(ServeConfig(prefill=prefill), machine, tmp_path).health_path == path
 
 

@@ -1,6 +1,8 @@
 """Processes are started, restarted a bounded number of times, and always stopped."""
 
+import os
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -38,6 +40,21 @@ def test_output_is_shown_under_the_name(capfd):
     assert child.exit_code == 3
     assert child.how_it_ended == "ended with exit code 3"
     assert capfd.readouterr().err == "decode-0  | first line\ndecode-0  | reason\n"
+
+
+def test_a_child_keeps_to_its_cores():
+    core = min(os.sched_getaffinity(0))
+    script = "import os, time; time.sleep(0.5); print(*os.sched_getaffinity(0))"
+    child = ChildProcess(replace(spec("x", script), cores=frozenset({core})), Terminal())
+    assert child.wait(10)
+    assert child.last_lines() == [str(core)]
+
+
+def test_cores_that_are_not_there_are_a_line_in_the_log(capfd):
+    child = ChildProcess(replace(spec("x", "import time; time.sleep(0.5)"), cores=frozenset({9999})), Terminal())
+    assert child.wait(10)
+    assert child.exit_code == 0
+    assert "x may use all cores" in capfd.readouterr().err
 
 
 def test_a_signal_is_named():
