@@ -11,7 +11,8 @@ Item = TypeVar("Item")
 class Mailbox(Generic[Item]):
     """Many threads put, one thread drains. `fileno()` turns readable when something is inside.
 
-    A non-blocking pipe carries the wake-ups: a full pipe means that a wake-up is already on its way.
+    A non-blocking pipe carries the wake-ups. One is enough until the reader has come, and a write lets the reader have
+    the interpreter: whoever puts many items, as an engine does layer after layer, would wait for it each time.
     """
 
     def __init__(self) -> None:
@@ -21,6 +22,7 @@ class Mailbox(Generic[Item]):
         os.set_blocking(self._write_end, False)
         self._poll = select.poll()  # unlike select, takes file descriptors above 1023
         self._poll.register(self._read_end, select.POLLIN)
+        self._is_woken = False
 
     def fileno(self) -> int:
         return self._read_end
@@ -28,10 +30,9 @@ class Mailbox(Generic[Item]):
     def put(self, item: Item) -> None:
         """Adds an item and wakes the reader. Safe from any thread."""
         self._items.put(item)
-        try:
+        if not self._is_woken:  # set before the write: the reader takes it back between swallowing and taking items
+            self._is_woken = True
             os.write(self._write_end, b"\0")
-        except BlockingIOError:
-            return  # the reader has wake-ups enough
 
     @property
     def backlog(self) -> int:
@@ -41,6 +42,7 @@ class Mailbox(Generic[Item]):
     def drain(self) -> list[Item]:
         """All items at hand, oldest first, without waiting."""
         self._swallow_wakeups()
+        self._is_woken = False
         items = []
         while True:
             try:
