@@ -21,7 +21,7 @@ from engine.kv_cache import dtype_named
 from experiments.transfer_ends import DECODE, PREFILL, ROUND_SECONDS, BenchError
 from experiments.transfer_load import HEADER_BYTES, Load, LoadPool
 from kvtransfer.channel import KV_HWM
-from kvtransfer.curve import CurveKeys, be_client, be_server
+from kvtransfer.curve import CurveKeys, be_client
 from kvtransfer.outgoing import Piece
 
 _HEADER: Final = bytes(HEADER_BYTES)
@@ -129,7 +129,8 @@ class ZmqReceivingEnd:
         self._socket = self._context.socket(zmq.ROUTER)
         _patience(self._socket)
         if with_curve:
-            be_server(self._socket, keys_that_are_no_secret(DECODE[0]))
+            self._socket.setsockopt(zmq.CURVE_SERVER, 1)  # and nobody asks whose key it is
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys_that_are_no_secret(DECODE[0]).secret_key)
         self._socket.bind(f"ipc://{Path(self._folder.name) / 'kv'}" if ipc else "tcp://127.0.0.1:*")
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
