@@ -46,6 +46,13 @@ IN_LOSSES = (
         "return Verdict.NEXT",
     ),
     Mutation(
+        "together-judged-by-the-first",
+        "of layers that come in one frame only the first is checked",
+        "kvtransfer.stream:IncomingStream.judge",
+        "if header.num_layers == 1:",
+        "if True:",
+    ),
+    Mutation(
         "asked-from-one-later",
         "the first missing token is not asked for",
         "kvtransfer.stream:IncomingStream.ask_again",
