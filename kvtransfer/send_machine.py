@@ -41,7 +41,7 @@ TURN_BYTES = 8 << 20
 PIECES_A_TURN = 64
 """What is shipped, at most, before the sender looks at its sockets and its commands again: milliseconds of work."""
 IDLE_KEEPALIVES = 4
-MAX_ABORTS = 256
+MAX_ABORTS = 1024
 MAX_PROBE_S = 1.0
 
 

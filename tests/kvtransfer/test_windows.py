@@ -138,7 +138,7 @@ def test_aborts_that_a_full_queue_does_not_take_are_bounded_and_said_once_it_doe
     sender.outlet.send = lambda peer, message, body=None: False
     for number in range(MAX_ABORTS + 3):
         sender.machine.apply(Abort((f"r{number}", 0), "enough", tell_peer=True), 0.0)
-        sender.machine.ship(0.0)
+    sender.machine.ship(0.0)
     del sender.outlet.send
     sender.outlet.sent.clear()
     sender.machine.ship(0.0)
