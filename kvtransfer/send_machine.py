@@ -1,10 +1,10 @@
 """What prefill's end of the KV hand-over does with each command and message. No thread, socket or clock: frames leave
 through a `KvOutlet`, `now` is seconds, monotonic. The thread around it is `kvtransfer/sender.py`.
 
-Offers are repeated every `keepalive` seconds while a transfer is open; each renews the receiver's lease, and a receiver
-that has granted one answers it. So a transfer may take as long as it needs, but one whose first token is known and of
-which nothing is heard for a lease has failed. A link that was not used for IDLE_KEEPALIVES keepalives is hung up, and a
-refusal at its handshake forgotten with it.
+Offers are repeated every `keepalive` seconds while a transfer is open, and sooner where nothing is credited; each
+renews the receiver's lease, and a receiver that has granted one answers it. So a transfer may take as long as it needs,
+but one whose first token is known and of which nothing is heard for a lease has failed. A link that was not used for
+IDLE_KEEPALIVES keepalives is hung up, and a refusal at its handshake forgotten with it.
 """
 
 import logging
@@ -127,12 +127,6 @@ class SendMachine:
 
     def __len__(self) -> int:
         return len(self._book)
-
-    @property
-    def probe_interval(self) -> float:
-        """Seconds after which a transfer of which nothing has been credited is offered again: a whole window may be
-        lost, and nothing comes behind it."""
-        return min(MAX_PROBE_S, self._timing.keepalive)
 
     @property
     def traffic(self) -> KvTraffic:
@@ -293,6 +287,7 @@ class SendMachine:
         """Aborts, keep-alives, and up to a turn's worth of KV; True if there may be more to ship right away."""
         self._send_aborts()
         self._keep_alive(now)
+        self._probe(now)
         turn = _Turn(now)
         for transfer in self._book:
             if not transfer.offered:
@@ -328,12 +323,16 @@ class SendMachine:
         sent = self._outlet.send(self._peer_of[transfer.key], first_token_of(transfer, token_id))
         transfer.first_token_sent = sent
 
+    def _probe(self, now: float) -> None:
+        """A whole window may be lost, and then nothing comes behind it that could tell: only another offer does."""
+        if now < self._next_probe:
+            return
+        self._next_probe = now + min(MAX_PROBE_S, self._timing.keepalive)
+        for transfer in self._book:
+            if transfer.is_stuck():
+                transfer.offered = False
+
     def _keep_alive(self, now: float) -> None:
-        if now >= self._next_probe:
-            self._next_probe = now + self.probe_interval
-            for transfer in self._book:
-                if transfer.is_stuck():
-                    transfer.offered = False
         if now < self._next_keepalive:
             return
         self._next_keepalive = now + self._timing.keepalive
