@@ -27,20 +27,22 @@ class StagedSink:
         self._ring = BufferRing(lane, NUM_BUFFERS, MAX_BODY_BYTES)
 
     def splice(self, key: RequestKey, header: KvHeader, body: KvBody) -> None:
-        """Copies K and V, each [tokens, heads, head_dim], into the request's own blocks, some time until `finish`."""
+        """Copies K and V, each [layers, tokens, heads, head_dim], into the request's own blocks, some time until
+        `finish`."""
         job = self._scheduler.find(key)
         assert job is not None, f"{key} was freed while its KV was being written"
         job.witness(key, LifetimeEvent.FIRST_FRAME)
         k, v = (self._to_device(part, header) for part in (body.k, body.v))
         with self._lane.active():
-            self._kv_cache.splice(header.layer, job.block_ids, header.start, header.stop, k, v, header.head_start)
+            where = header.layer, job.block_ids, header.start, header.stop
+            self._kv_cache.splice(*where, k, v, header.head_start, header.num_layers)
 
     def _to_device(self, part: memoryview, header: KvHeader) -> torch.Tensor:
         host = self._ring.fill(part)
         with self._lane.active():
             packed = host.to(self._kv_cache.device, non_blocking=True, copy=True)
             self._ring.used()
-            shape = (header.stop - header.start, header.head_stop - header.head_start, self._kv_cache.layout.head_dim)
+            shape = (header.num_rows, header.head_stop - header.head_start, self._kv_cache.layout.head_dim)
             if header.dtype == FP8:
                 return unpack(packed, shape, self._dtype)
             return packed.view(self._dtype).reshape(shape)

@@ -41,16 +41,17 @@ class PoolSink:
         self._dtype = dtype_named(engine.layout.dtype)
 
     def splice(self, key: RequestKey, header: KvHeader, body: KvBody) -> None:
-        """Copies K and V, each [tokens, heads, head_dim], into the request's own blocks."""
+        """Copies K and V, each [layers, tokens, heads, head_dim], into the request's own blocks."""
         job = self._scheduler.find(key)
         assert job is not None, f"{key} was freed while its KV was being written"
         job.witness(key, LifetimeEvent.FIRST_FRAME)  # the scheduler hears of it when all is here
-        shape = (header.stop - header.start, header.head_stop - header.head_start, self._kv_cache.layout.head_dim)
+        shape = (header.num_rows, header.head_stop - header.head_start, self._kv_cache.layout.head_dim)
         if header.dtype == FP8:
             k, v = (dequantise(part, shape, self._dtype) for part in (body.k, body.v))
         else:
             k, v = (from_bytes(part, self._dtype, shape) for part in (body.k, body.v))
-        self._kv_cache.splice(header.layer, job.block_ids, header.start, header.stop, k, v, header.head_start)
+        where = header.layer, job.block_ids, header.start, header.stop
+        self._kv_cache.splice(*where, k, v, header.head_start, header.num_layers)
 
     def finish(self, key: RequestKey) -> None:
         """Waits until a GPU has all of it; a CPU has it already."""

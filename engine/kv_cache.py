@@ -80,6 +80,7 @@ class KvCache:
         self._slots_of = functools.lru_cache(SLOTS_KEPT)(self._make_slots)
         # Made once: taking views of a tensor costs microseconds, and a step needs all of them.
         self._layers = [(layer[0], layer[1]) for layer in self._pool]
+        self._pools_of = functools.lru_cache(SLOTS_KEPT)(self._make_pools)
 
     @property
     def block_size(self) -> int:
@@ -113,13 +114,16 @@ class KvCache:
         """Overwrites every slot, for instance with NaN to prove that unused ones are never read."""
         self._pool.fill_(value)
 
-    def gather(self, layer: int, block_ids: Sequence[int], start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a request's tokens [start, stop), contiguous copies [stop - start, num_kv_heads, head_dim].
+    def gather(
+        self, layer: int, block_ids: Sequence[int], start: int, stop: int, num_layers: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a request's tokens [start, stop) in layers [layer, layer + num_layers), contiguous copies
+        [num_layers * (stop - start), num_kv_heads, head_dim].
 
         `block_ids`: all blocks of the request, in the order of its tokens; the range may start inside one.
         """
-        slots = self._slots(block_ids, start, stop)
-        return self._kernels.gather_kv(*self.layer(layer), slots)
+        slots = self._slots(block_ids, start, stop, num_layers)
+        return self._kernels.gather_kv(*self._pools(layer, num_layers), slots)
 
     def splice(
         self,
@@ -130,24 +134,41 @@ class KvCache:
         key: torch.Tensor,
         value: torch.Tensor,
         head_start: int = 0,
+        num_layers: int = 1,
     ) -> None:
-        """Writes K and V [stop - start, heads, head_dim] of the pool's dtype, from any device, to a request's tokens
-        [start, stop) and KV heads [head_start, head_start + heads). The reverse of `gather`."""
+        """Writes K and V [num_layers * (stop - start), heads, head_dim] of the pool's dtype, from any device, to a
+        request's tokens [start, stop) and KV heads [head_start, head_start + heads) in layers
+        [layer, layer + num_layers). The reverse of `gather`."""
         heads = key.shape[1]
         assert head_start + heads <= self.layout.num_kv_heads, (head_start, heads, self.layout.num_kv_heads)
-        assert key.shape == value.shape == (stop - start, heads, self.layout.head_dim), (key.shape, value.shape)
+        shape = (num_layers * (stop - start), heads, self.layout.head_dim)
+        assert key.shape == value.shape == shape, (key.shape, value.shape, shape)
         assert key.dtype == value.dtype == self._pool.dtype, (key.dtype, value.dtype, self._pool.dtype)
-        slots = self._slots(block_ids, start, stop)
+        slots = self._slots(block_ids, start, stop, num_layers)
         key, value = key.to(self.device), value.to(self.device)
-        self._kernels.splice_kv(*self.layer(layer), slots, key, value, head_start)
+        self._kernels.splice_kv(*self._pools(layer, num_layers), slots, key, value, head_start)
 
-    def _slots(self, block_ids: Sequence[int], start: int, stop: int) -> torch.Tensor:
+    def _pools(self, layer: int, num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of `layer`; for several layers, all that lies between the first one's K (or V) and the last one's,
+        as if it were the pool of one layer."""
+        return self._layers[layer] if num_layers == 1 else self._pools_of(layer, num_layers)
+
+    def _make_pools(self, layer: int, num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert 0 < num_layers <= self.layout.num_layers - layer, (layer, num_layers, self.layout.num_layers)
+        halves = self._pool.flatten(0, 1)[2 * layer : 2 * (layer + num_layers)]
+        return halves[:-1].flatten(0, 1), halves[1:].flatten(0, 1)
+
+    def _slots(self, block_ids: Sequence[int], start: int, stop: int, num_layers: int) -> torch.Tensor:
         """The same tokens move layer after layer, so their slots are kept: they cost more than the copy of a few."""
         size = self.block_size
         room = len(block_ids) * size
         assert 0 <= start < stop <= room, f"tokens [{start}, {stop}) of a request with blocks for {room}"
         first = start // size
-        return self._slots_of(tuple(block_ids[first : blocks_for(stop, size)]), start - first * size, stop - start)
+        blocks = tuple(block_ids[first : blocks_for(stop, size)])
+        return self._slots_of(blocks, start - first * size, stop - start, num_layers)
 
-    def _make_slots(self, block_ids: tuple[int, ...], start: int, num_tokens: int) -> torch.Tensor:
-        return slots_of(block_ids, start, start + num_tokens, self.block_size).to(self.device)
+    def _make_slots(self, block_ids: tuple[int, ...], start: int, num_tokens: int, num_layers: int) -> torch.Tensor:
+        """Of several layers: [num_layers * num_tokens], a layer's K as far from the next one's as it is in memory."""
+        slots = slots_of(block_ids, start, start + num_tokens, self.block_size)
+        firsts = torch.arange(num_layers) * (2 * self._pool.shape[2] * self.block_size)
+        return (firsts[:, None] + slots).reshape(-1).to(self.device)

@@ -5,6 +5,7 @@ got), "splice" (the receiver copies each message into its paged pool), or "both"
 its paged pool as well): then they touch the same memory as the hand-over does.
 """
 
+import hashlib
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Final
 
 import zmq
+from zmq.utils import z85
 
 from engine.buffers import as_bytes, from_bytes
 from engine.kv_cache import dtype_named
-from experiments.transfer_ends import ROUND_SECONDS, BenchError
+from experiments.transfer_ends import DECODE, PREFILL, ROUND_SECONDS, BenchError
 from experiments.transfer_load import HEADER_BYTES, Load, LoadPool
 from kvtransfer.channel import KV_HWM
+from kvtransfer.curve import CurveKeys, be_client
 from kvtransfer.outgoing import Piece
 
 _HEADER: Final = bytes(HEADER_BYTES)
@@ -34,6 +37,13 @@ class Copies(Enum):
     NONE = "none"
     SPLICE = "splice"
     BOTH = "both"
+
+
+def keys_that_are_no_secret(name: str) -> CurveKeys:
+    """The same in both processes: what encryption costs does not depend on who knows the keys."""
+    secret = {end: z85.encode(hashlib.sha256(end.encode()).digest()) for end in (PREFILL[0], DECODE[0])}
+    public = {end: zmq.curve_public(key) for end, key in secret.items()}
+    return CurveKeys(name, public[name], secret[name], public)
 
 
 class _Frames:
@@ -52,10 +62,11 @@ class _Frames:
 
     def _as_they_lie(self) -> Iterator[Frames]:
         """As many bytes of the same layer: other tokens than the request's, but no copy."""
-        size = self._load.frame_bytes
         for request, piece in self._load.pieces():
             k, v = (as_bytes(part) for part in self._pool.kv_cache.layer(piece.layer))
-            yield k[request * size :][:size], v[request * size :][:size]
+            size = self._load.bytes_of(piece)
+            start = request * size % (len(k) - size + 1)
+            yield k[start : start + size], v[start : start + size]
 
 
 class _Splicer:
@@ -64,13 +75,14 @@ class _Splicer:
     def __init__(self, load: Load, pool: LoadPool, copies: Copies) -> None:
         self._pool, self._splices = pool, copies is not Copies.NONE
         self._dtype = dtype_named(load.layout.dtype)
-        self._shape = (load.tokens, load.layout.num_kv_heads, load.layout.head_dim)
+        self._token_shape = (load.layout.num_kv_heads, load.layout.head_dim)
 
     def take(self, request: int, piece: Piece, k: memoryview, v: memoryview) -> None:
         if self._splices:
-            key, value = (from_bytes(part, self._dtype, self._shape) for part in (k, v))
-            blocks = self._pool.block_ids[request]
-            self._pool.kv_cache.splice(piece.layer, blocks, piece.start, piece.stop, key, value)
+            shape = (piece.num_layers * (piece.stop - piece.start), *self._token_shape)
+            key, value = (from_bytes(part, self._dtype, shape) for part in (k, v))
+            where = piece.layer, self._pool.block_ids[request], piece.start, piece.stop
+            self._pool.kv_cache.splice(*where, key, value, num_layers=piece.num_layers)
 
 
 def _patience(zmq_socket: "zmq.Socket[bytes]") -> None:
@@ -85,11 +97,14 @@ def _patience(zmq_socket: "zmq.Socket[bytes]") -> None:
 class ZmqSendingEnd:
     """A DEALER: header, K, V, without a copy, as fast as the socket takes them."""
 
-    def __init__(self, load: Load, pool: LoadPool, copies: Copies, endpoint: str) -> None:
+    def __init__(self, load: Load, pool: LoadPool, copies: Copies, endpoint: str, *, with_curve: bool) -> None:
         self._frames = _Frames(load, pool, copies)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _patience(self._socket)
+        if with_curve:
+            keys = keys_that_are_no_secret(PREFILL[0])
+            be_client(self._socket, keys, keys.public_key_of(DECODE[0]))
         self._socket.connect(endpoint)
 
     def send_round(self, number: int) -> None:
@@ -106,13 +121,16 @@ class ZmqSendingEnd:
 class ZmqReceivingEnd:
     """A ROUTER on loopback TCP or, with `ipc`, on a socket in the file system."""
 
-    def __init__(self, load: Load, pool: LoadPool, copies: Copies, *, ipc: bool) -> None:
+    def __init__(self, load: Load, pool: LoadPool, copies: Copies, *, ipc: bool, with_curve: bool) -> None:
         self._load = load
         self._splicer = _Splicer(load, pool, copies)
         self._folder = tempfile.TemporaryDirectory(prefix="kvsplice-bench-")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         _patience(self._socket)
+        if with_curve:
+            self._socket.setsockopt(zmq.CURVE_SERVER, 1)  # and nobody asks whose key it is
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys_that_are_no_secret(DECODE[0]).secret_key)
         self._socket.bind(f"ipc://{Path(self._folder.name) / 'kv'}" if ipc else "tcp://127.0.0.1:*")
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -173,9 +191,11 @@ class TcpReceivingEnd:
     def receive_round(self, number: int) -> None:
         connection = self._accepted()
         for request, piece in self._load.pieces():
-            for part in (self._header, self._k, self._v):
+            size = self._load.bytes_of(piece)
+            k, v = self._k[:size], self._v[:size]
+            for part in (self._header, k, v):
                 _read(connection, part)
-            self._splicer.take(request, piece, self._k, self._v)
+            self._splicer.take(request, piece, k, v)
         connection.sendall(_DONE)
 
     def _accepted(self) -> socket.socket:

@@ -21,11 +21,12 @@ from typing import Final
 
 import torch
 
-from experiments.transfer_load import Load, LoadPool
+from experiments.transfer_load import Load, LoadPool, layer_bytes
 from experiments.transfer_pair import Pair
 from experiments.transfer_report import Report, figures_of
 from experiments.transfer_sides import OURS, SIDES
 from kernels.select import select_kernels
+from kvtransfer.frames import TOGETHER_BYTES
 from kvtransfer.messages import KvLayout
 from kvtransfer.steady_memory import settle_memory
 
@@ -46,7 +47,7 @@ def measure(load: Load, sides: Sequence[str], rounds: int) -> Report:
             pair.check()
         seconds = _take_turns(pairs, rounds)
     figures = figures_of(seconds, OURS, num_bytes=load.num_bytes, num_messages=load.num_messages)
-    return Report(load.tokens, load.requests, load.frame_bytes, rounds, figures)
+    return Report(load.tokens, load.requests, load.together, load.frame_bytes, rounds, figures)
 
 
 def _take_turns(pairs: dict[str, Pair], rounds: int) -> dict[str, list[float]]:
@@ -58,8 +59,10 @@ def _take_turns(pairs: dict[str, Pair], rounds: int) -> dict[str, list[float]]:
 
 
 def load_of(layout: KvLayout, tokens: int) -> Load:
-    """As many requests as make a round, within bounds."""
-    return Load(layout, tokens, max(1, min(MAX_REQUESTS, ROUND_TOKENS // tokens)))
+    """As many requests as make a round, within bounds; as many layers in a message as kvsplice puts into one."""
+    requests = max(1, min(MAX_REQUESTS, ROUND_TOKENS // tokens))
+    together = TOGETHER_BYTES // (2 * layer_bytes(layout, tokens))
+    return Load(layout, tokens, requests, max(1, min(layout.num_layers, together)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

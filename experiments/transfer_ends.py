@@ -12,6 +12,7 @@ from engine.buffers import from_bytes
 from engine.kv_cache import dtype_named
 from experiments.transfer_load import Load, LoadPool
 from kvtransfer.channel import KvListener
+from kvtransfer.curve import CurveKeys
 from kvtransfer.frames import FrameOptions
 from kvtransfer.incoming import KvOffered, ReceptionOutcome
 from kvtransfer.layout import KvBody
@@ -68,13 +69,15 @@ def keys_of(load: Load, number: int) -> list[RequestKey]:
 class KvSendingEnd:
     """Prefill's end: all requests of a round are computed already, so the wire alone is timed."""
 
-    def __init__(self, load: Load, pool: LoadPool, endpoint: str, options: FrameOptions) -> None:
+    def __init__(
+        self, load: Load, pool: LoadPool, endpoint: str, options: FrameOptions, security: CurveKeys | None
+    ) -> None:
         self._load, self._pool = load, pool
         self._target = DecodeTarget(*DECODE, endpoint)
         self._requests: dict[RequestKey, int] = {}
         self._events: Mailbox[Any] = Mailbox()
         hello = KvHello(PROTOCOL_VERSION, *PREFILL, _FINGERPRINT, load.layout)
-        self._sender = KvSender(hello, self, self._events, SenderTiming(LEASE / 4, LEASE), options=options)
+        self._sender = KvSender(hello, self, self._events, SenderTiming(LEASE / 4, LEASE), security, options)
         self._sender.start()
 
     def gather(self, key: RequestKey, piece: Piece) -> KvBody:
@@ -100,12 +103,12 @@ class KvSendingEnd:
 class KvReceivingEnd:
     """Decode's end, with room for all requests of a round."""
 
-    def __init__(self, load: Load, pool: LoadPool, window_bytes: int) -> None:
+    def __init__(self, load: Load, pool: LoadPool, window_bytes: int, security: CurveKeys | None) -> None:
         self._load, self._pool = load, pool
         self._dtype = dtype_named(load.layout.dtype)
         self._requests: dict[RequestKey, int] = {}
         self._events: Mailbox[Any] = Mailbox()
-        listener = KvListener("127.0.0.1", 0)
+        listener = KvListener("127.0.0.1", 0, security)
         self.endpoint = listener.endpoint
         limits = ReceiverLimits(window_bytes, LEASE)
         self._receiver = KvReceiver(listener, (_FINGERPRINT, load.layout), DECODE[1], self, limits, self._events)
@@ -113,10 +116,11 @@ class KvReceivingEnd:
 
     def splice(self, key: RequestKey, header: KvHeader, body: KvBody) -> None:
         """KvSink, as a decode worker's."""
-        shape = (header.stop - header.start, header.head_stop - header.head_start, self._load.layout.head_dim)
+        shape = (header.num_rows, header.head_stop - header.head_start, self._load.layout.head_dim)
         k, v = (from_bytes(part, self._dtype, shape) for part in (body.k, body.v))
         blocks = self._pool.block_ids[self._requests[key]]
-        self._pool.kv_cache.splice(header.layer, blocks, header.start, header.stop, k, v, header.head_start)
+        where = header.layer, blocks, header.start, header.stop
+        self._pool.kv_cache.splice(*where, k, v, header.head_start, header.num_layers)
 
     def finish(self, key: RequestKey) -> None:
         """KvSink: a CPU has it already."""

@@ -1,4 +1,4 @@
-"""What one round of the transfer benchmark moves: requests of equal length over a paged pool, one frame a layer.
+"""What one round of the transfer benchmark moves: requests of equal length over a paged pool.
 
 Both processes make the same load from the same arguments. The blocks of a request lie scattered over the pool, and
 differently on the two sides, as they do in a server that has run for a while.
@@ -24,33 +24,45 @@ HEADER_BYTES: Final = 120
 """About what an encoded KvHeader takes: the bare loops send as many."""
 
 
+def layer_bytes(layout: KvLayout, tokens: int) -> int:
+    """Of K or V of so many tokens in one layer."""
+    return tokens * layout.num_kv_heads * head_bytes(layout, layout.dtype)
+
+
 @dataclass(frozen=True)
 class Load:
-    """`requests` requests of `tokens` tokens. Every layer of a request is one message: a header, K, and V."""
+    """`requests` requests of `tokens` tokens. A message is a header, K, and V of `together` layers of a request; of
+    fewer, where the layers end."""
 
     layout: KvLayout
     tokens: int
     requests: int
+    together: int = 1
 
     @property
     def frame_bytes(self) -> int:
         """Of K or V in one message."""
-        return self.tokens * self.layout.num_kv_heads * head_bytes(self.layout, self.layout.dtype)
+        return self.together * layer_bytes(self.layout, self.tokens)
+
+    def bytes_of(self, piece: Piece) -> int:
+        """Of K or V in the message that brings `piece`."""
+        return piece.num_layers * layer_bytes(self.layout, self.tokens)
 
     @property
     def num_messages(self) -> int:
-        return self.requests * self.layout.num_layers
+        return self.requests * -(-self.layout.num_layers // self.together)
 
     @property
     def num_bytes(self) -> int:
         """K and V of a round."""
-        return 2 * self.frame_bytes * self.num_messages
+        return 2 * layer_bytes(self.layout, self.tokens) * self.requests * self.layout.num_layers
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:
-        """(request, layer's tokens), in the order in which they are sent."""
+        """(request, its next layers' tokens), in the order in which they are sent."""
         for request in range(self.requests):
-            for layer in range(self.layout.num_layers):
-                yield request, Piece(layer, 0, self.tokens)
+            for layer in range(0, self.layout.num_layers, self.together):
+                num_layers = min(self.together, self.layout.num_layers - layer)
+                yield request, Piece(layer, 0, self.tokens, num_layers=num_layers)
 
 
 class LoadPool:
@@ -73,8 +85,9 @@ class LoadPool:
                 pool.normal_(generator=generator)
 
     def gather(self, request: int, piece: Piece) -> tuple[memoryview, memoryview]:
-        """K and V of one layer of a request, each a copy in one piece of memory."""
-        k, v = self.kv_cache.gather(piece.layer, self.block_ids[request], piece.start, piece.stop)
+        """K and V of some layers of a request, each a copy in one piece of memory."""
+        where = piece.layer, self.block_ids[request], piece.start, piece.stop
+        k, v = self.kv_cache.gather(*where, piece.num_layers)
         return as_bytes(k), as_bytes(v)
 
     def checksum(self) -> int:

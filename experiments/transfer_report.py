@@ -27,14 +27,15 @@ class Report:
 
     tokens: int
     requests: int
+    together: int  # layers in one message
     frame_bytes: int
     rounds: int
     figures: tuple[Figures, ...]
 
     def title(self) -> str:
         return (
-            f"{self.requests} requests of {self.tokens} tokens, K and V of {self.frame_bytes:,} bytes a message,"
-            f" medians of {self.rounds} rounds:"
+            f"{self.requests} requests of {self.tokens} tokens, {self.together} of their layers and K and V of"
+            f" {self.frame_bytes:,} bytes a message, medians of {self.rounds} rounds:"
         )
 
     def table(self) -> str:

@@ -7,7 +7,7 @@ import msgspec
 
 from kvtransfer.checksum import checksum
 from kvtransfer.layout import KvBody, head_bytes, max_frame_tokens
-from kvtransfer.messages import KvFirstToken, KvHeader, KvHello, KvOffer, KvWelcome
+from kvtransfer.messages import MAX_BODY_BYTES, KvFirstToken, KvHeader, KvHello, KvOffer, KvWelcome
 from kvtransfer.outgoing import OutgoingTransfer, Piece
 from kvtransfer.peers import heads_of
 
@@ -15,13 +15,19 @@ from kvtransfer.peers import heads_of
 @dataclass(frozen=True)
 class FrameOptions:
     """`with_checksum`: each frame carries one, and the receiver asks again for what arrives damaged. `wire_dtype`: what
-    KV is packed into for receivers that take it; None: it goes as it lies in the pool."""
+    KV is packed into for receivers that take it; None: it goes as it lies in the pool. `together_bytes`: K and V of
+    several layers that are ready at once go in one frame up to this size; 0: each layer goes alone."""
 
     with_checksum: bool = False
     wire_dtype: str | None = None
+    together_bytes: int = 0
 
 
 PLAIN: Final = FrameOptions()
+TOGETHER_BYTES: Final = 512 << 10
+"""What workers put into one frame: beyond that, moving the bytes costs far more than saying what they are, and smaller
+frames keep gather, link and splice at work side by side."""
+assert TOGETHER_BYTES <= 2 * MAX_BODY_BYTES
 
 
 class FrameMaker:
@@ -39,6 +45,10 @@ class FrameMaker:
         token_bytes = (stop - start) * head_bytes(self._layout, wire_dtype or self._dtype)
         return 2 * token_bytes, max_frame_tokens(token_bytes)
 
+    @property
+    def together_bytes(self) -> int:
+        return self._options.together_bytes
+
     def dtype_for(self, welcome: KvWelcome) -> str | None:
         """What to pack KV into for the receiver that said `welcome`; None: it goes in the pool's own dtype, because the
         receiver takes nothing else or packing would not make it smaller."""
@@ -50,16 +60,18 @@ class FrameMaker:
     def header(self, transfer: OutgoingTransfer, piece: Piece, body: KvBody) -> KvHeader:
         """The header of the next frame of `transfer`."""
         head_start, head_stop = self._heads
+        layer, start, stop, dtype, num_layers = piece
         header = KvHeader(
             *transfer.key,
-            layer=piece.layer,
-            start=piece.start,
-            stop=piece.stop,
+            layer=layer,
+            start=start,
+            stop=stop,
             head_start=head_start,
             head_stop=head_stop,
-            dtype=piece.dtype or self._dtype,
+            dtype=dtype or self._dtype,
             sent_bytes=transfer.sent_bytes,
-            resend=transfer.resend_of(piece.layer),
+            resend=transfer.resend_of(layer),
+            num_layers=num_layers,
         )
         if not self._options.with_checksum:
             return header

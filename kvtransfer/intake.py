@@ -20,7 +20,7 @@ class KvSink(Protocol):
     """Where KV is written to: the decode worker's pool."""
 
     def splice(self, key: RequestKey, header: KvHeader, body: KvBody) -> None:
-        """Copies K and V of one layer's tokens into the blocks that `key` owns."""
+        """Copies K and V of the header's layers and tokens into the blocks that `key` owns."""
         ...
 
     def finish(self, key: RequestKey) -> None:
@@ -72,7 +72,7 @@ class FrameIntake:
             return
         self.counts.num_stale += 1
         if verdict is Verdict.GAP:
-            self._ask_again(stream, [header.layer])
+            self._ask_again(stream, stream.lost_layers(header))
 
     def on_first_token(self, stream: IncomingStream, message: KvFirstToken) -> None:
         """Everything has been sent; whatever is not here was lost."""

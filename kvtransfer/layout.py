@@ -1,8 +1,7 @@
 """Compares what two workers say they are, and cuts token ranges into frames. Pure arithmetic on the messages' types."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtransfer.errors import ProtocolError
 from kvtransfer.messages import MAX_BODY_BYTES, PROTOCOL_VERSION, Fingerprint, KvHeader, KvLayout, Part
@@ -17,9 +16,9 @@ _MAX_VALUE_CHARS = 80
 """Of a value that is shown: with all fields different, a reason stays within the bound of `Text`."""
 
 
-@dataclass(frozen=True)
-class KvBody:
-    """K and V of one message, as received: read-only bytes, valid as long as this object lives."""
+class KvBody(NamedTuple):
+    """K and V of one message, as received: read-only bytes, valid as long as this object lives. One a message is made,
+    so it has to be cheap."""
 
     k: memoryview
     v: memoryview
@@ -66,15 +65,15 @@ def max_frame_tokens(token_bytes: int, max_bytes: int = MAX_BODY_BYTES) -> int:
 
 def check_header(header: KvHeader, k_bytes: int, v_bytes: int, layout: KvLayout) -> None:
     """Raises ProtocolError unless the header is within `layout` and the bodies are as long as it says."""
-    if header.layer >= layout.num_layers:
-        raise ProtocolError(f"layer {header.layer} of {layout.num_layers}")
+    if header.layers.stop > layout.num_layers:
+        raise ProtocolError(f"layer {header.layers[-1]} of {layout.num_layers}")
     if header.dtype not in (layout.dtype, FP8):
         raise ProtocolError(f"KV of dtype {header.dtype}, this pool holds {layout.dtype}")
     if not header.start < header.stop:
         raise ProtocolError(f"empty token range [{header.start}, {header.stop})")
     if not header.head_start < header.head_stop <= layout.num_kv_heads:
         raise ProtocolError(f"KV heads [{header.head_start}, {header.head_stop}) of {layout.num_kv_heads}")
-    expected = (header.stop - header.start) * (header.head_stop - header.head_start)
+    expected = header.num_rows * (header.head_stop - header.head_start)
     expected *= head_bytes(layout, header.dtype)
     if not k_bytes == v_bytes == expected <= MAX_BODY_BYTES:
         raise ProtocolError(f"bodies of {k_bytes} and {v_bytes} bytes, the header makes it {expected}")

@@ -13,7 +13,16 @@ from kvtransfer.addresses import check_endpoint
 from kvtransfer.curve import CurveKeys, be_client
 from kvtransfer.errors import SettingsError
 from kvtransfer.handshakes import Handshakes, LineState
-from kvtransfer.sockets import Bounds, Frames, configure, make_room_for_encryption, receive_now, send_now
+from kvtransfer.sockets import (
+    Bounds,
+    Frames,
+    configure,
+    has_message,
+    has_room,
+    make_room_for_encryption,
+    receive_now,
+    send_now,
+)
 
 _WATCHED: Final = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -58,7 +67,7 @@ class Line:
 
     def tend(self, now: float) -> str | None:
         """Takes in what has become of the connection; says why if that is the end of it."""
-        while self._monitor is not None and self._monitor.poll(0):
+        while self._monitor is not None and has_message(self._monitor):
             event = recv_monitor_message(self._monitor)
             if reason := self._on_event(event["event"], event["value"], now):
                 self.close(linger=0)
@@ -77,7 +86,7 @@ class Line:
 
     def has_room(self) -> bool:
         """Whether a send would be taken now."""
-        return self.socket is not None and bool(self.socket.poll(0, zmq.POLLOUT))
+        return self.socket is not None and has_room(self.socket)
 
     def wake_for_room(self, is_wanted: bool) -> None:
         """Whether the poller is to return for room in the queue, too."""
@@ -87,7 +96,9 @@ class Line:
     def receive(self, limit: int = 256) -> list[Frames]:
         """Up to `limit` messages, so that one busy peer can't keep the caller from the others."""
         messages: list[Frames] = []
-        while self.socket is not None and len(messages) < limit and (frames := receive_now(self.socket)) is not None:
+        if self.socket is None or not has_message(self.socket):  # cheaper than to try in vain
+            return messages
+        while len(messages) < limit and (frames := receive_now(self.socket)) is not None:
             messages.append(frames)
         return messages
 

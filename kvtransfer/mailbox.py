@@ -11,7 +11,8 @@ Item = TypeVar("Item")
 class Mailbox(Generic[Item]):
     """Many threads put, one thread drains. `fileno()` turns readable when something is inside.
 
-    A non-blocking pipe carries the wake-ups: a full pipe means that a wake-up is already on its way.
+    A non-blocking pipe carries the wake-ups. One is enough until the reader has come, and a write lets the reader have
+    the interpreter: whoever puts many items, as an engine does layer after layer, would wait for it each time.
     """
 
     def __init__(self) -> None:
@@ -21,6 +22,7 @@ class Mailbox(Generic[Item]):
         os.set_blocking(self._write_end, False)
         self._poll = select.poll()  # unlike select, takes file descriptors above 1023
         self._poll.register(self._read_end, select.POLLIN)
+        self._is_woken = False
         self._is_closed = False
 
     def fileno(self) -> int:
@@ -29,12 +31,9 @@ class Mailbox(Generic[Item]):
     def put(self, item: Item) -> None:
         """Adds an item and wakes the reader. Safe from any thread. Once it is closed nobody reads any more."""
         self._items.put(item)
-        if self._is_closed:
-            return
-        try:
+        if not self._is_woken and not self._is_closed:
+            self._is_woken = True  # before the write: the reader takes it back between swallowing and taking items
             os.write(self._write_end, b"\0")
-        except BlockingIOError:
-            return  # the reader has wake-ups enough
 
     @property
     def backlog(self) -> int:
@@ -45,6 +44,7 @@ class Mailbox(Generic[Item]):
         """All items at hand, oldest first, without waiting."""
         if not self._is_closed:
             self._swallow_wakeups()
+            self._is_woken = False
         items = []
         while True:
             try:

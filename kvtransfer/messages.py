@@ -428,15 +428,16 @@ class KvOffer(Message, frozen=True):
 
 
 class KvHeader(Message, frozen=True):
-    """One layer's K and V of tokens [start, stop) and the link's KV heads [head_start, head_stop); two bodies follow,
-    each [stop - start, head_stop - head_start, head_dim] of `dtype`, C-contiguous.
+    """K and V of layers [layer, layer + num_layers), tokens [start, stop) and the link's KV heads
+    [head_start, head_stop); two bodies follow, each [num_layers, stop - start, head_stop - head_start, head_dim] of
+    `dtype`, C-contiguous. Small pieces of several layers that are ready at once travel together.
 
     `dtype` is the pools' or, where the receiver's KvWelcome names it, "float8_e4m3fn+scales". Then a body is float32
-    scales [stop - start, head_stop - head_start], one for each head of each token, and behind them the values, which
-    times their scale are K or V.
+    scales [num_layers, stop - start, head_stop - head_start], one for each head of each token in each layer, and behind
+    them the values, which times their scale are K or V.
 
-    `resend`: number of the last KvResend for this layer that was heard, 0 if none. `checksum`: CRC-32 over this message
-    without it, then K, then V (`kvtransfer/checksum.py`); a frame without one is taken as it comes.
+    `resend`: number of the last KvResend for these layers that was heard, 0 if none. `checksum`: CRC-32 over this
+    message without it, then K, then V (`kvtransfer/checksum.py`); a frame without one is taken as it comes.
     """
 
     request_id: Name
@@ -450,6 +451,16 @@ class KvHeader(Message, frozen=True):
     sent_bytes: Count = 0
     resend: Count = 0
     checksum: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)] | None = None
+    num_layers: Positive = 1
+
+    @property
+    def layers(self) -> range:
+        return range(self.layer, self.layer + self.num_layers)
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens, counted once for each layer."""
+        return self.num_layers * (self.stop - self.start)
 
 
 class KvFirstToken(Message, frozen=True):

@@ -54,16 +54,17 @@ class TransferEnded:
 
 
 class Piece(NamedTuple):
-    """Tokens [start, stop) of one layer: what goes into one message, in `dtype` (None: the pool's own). One a message
-    is made, so it has to be cheap."""
+    """Tokens [start, stop) of layers [layer, layer + num_layers): what goes into one message, in `dtype` (None: the
+    pool's own). One a message is made, so it has to be cheap."""
 
     layer: int
     start: int
     stop: int
     dtype: str | None = None
+    num_layers: int = 1
 
 
-@dataclass
+@dataclass(slots=True)
 class OutgoingTransfer:
     """One transfer's books. `first_token_id` is set once prefill has sampled; it goes out behind the last piece."""
 
@@ -73,6 +74,7 @@ class OutgoingTransfer:
     piece_bytes_per_token: int  # K and V together, one layer
     max_piece_tokens: int
     wire_dtype: str | None = None  # None: the pool's own
+    together_bytes: int = 0  # of several layers in one piece
     offered: bool = False
     first_token: int | None = None  # None: not granted
     window_bytes: int = 0
@@ -84,6 +86,8 @@ class OutgoingTransfer:
     heard_at: float | None = None  # when the receiver last spoke of it; None while prefill still computes
     ready_at: float | None = None  # seconds, monotonic, as those around
     started_at: float | None = None
+    _probed_bytes: int = -1  # what was credited at the last probe
+    _num_unshipped: int = 0  # tokens, over all layers, once granted
     _ready: list[int] = field(default_factory=list)
     _shipped: list[int] = field(default_factory=list)
     # Heap of (shipped, layer): every layer with something to ship, and entries that later shipments have outdated.
@@ -109,6 +113,7 @@ class OutgoingTransfer:
         if self.first_token is None:
             self.first_token, self.window_bytes = first_token, window_bytes
             self._shipped = [first_token] * self.num_layers
+            self._num_unshipped = (self.num_tokens - first_token) * self.num_layers
             self._waiting = [
                 (first_token, layer) for layer in range(self.num_layers) if self._ready[layer] > first_token
             ]
@@ -129,13 +134,19 @@ class OutgoingTransfer:
             return 0
         if not self.first_token <= start <= self._shipped[layer]:
             raise ProtocolError(f"resend of layer {layer} from token {start}, {self._shipped[layer]} were sent")
-        num_bytes = (self._shipped[layer] - start) * self.piece_bytes_per_token
+        num_tokens = self._shipped[layer] - start
         self._shipped[layer], self._resends[layer] = start, number
+        self._num_unshipped += num_tokens
         self.num_resends = max(self.num_resends, number)
         self.first_token_sent = False
         if self._is_waiting(layer):
             heapq.heappush(self._waiting, (start, layer))
-        return num_bytes
+        return num_tokens * self.piece_bytes_per_token
+
+    def is_stuck(self) -> bool:
+        """Whether bytes are in flight, and none has been credited since this was asked last."""
+        was_credited, self._probed_bytes = self._probed_bytes, self.credited_bytes
+        return self.in_flight_bytes > 0 and was_credited == self.credited_bytes
 
     def is_silent_since(self, moment: float) -> bool:
         """Whether the receiver has had its turn, and has said nothing since `moment`."""
@@ -171,37 +182,57 @@ class OutgoingTransfer:
 
     @property
     def all_shipped(self) -> bool:
-        return self.first_token is not None and all(shipped == self.num_tokens for shipped in self._shipped)
+        return self.first_token is not None and self._num_unshipped == 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something may be ready to ship. False before the grant: until then nothing is in the heap."""
+        return bool(self._waiting)
 
     def next_piece(self) -> Piece | None:
         """The next thing to ship, the chunk that has waited longest first, or None while nothing may go."""
-        layer, allowed = self._longest_waiting_layer(), self._tokens_allowed()
-        if layer is None or allowed == 0:
-            return None
-        start = self._shipped[layer]
-        return Piece(layer, start, min(self._ready[layer], start + allowed), self.wire_dtype)
-
-    def _longest_waiting_layer(self) -> int | None:
-        """None before the grant too: until then nothing is in the heap."""
-        while self._waiting:
-            shipped, layer = self._waiting[0]
-            if shipped == self._shipped[layer]:
-                return layer
-            heapq.heappop(self._waiting)
+        waiting = self._waiting
+        while waiting:
+            start, layer = waiting[0]
+            if start == self._shipped[layer]:
+                allowed = self._tokens_allowed()
+                stop = min(self._ready[layer], start + allowed)
+                num_layers = self._layers_together(layer, start, stop)
+                return Piece(layer, start, stop, self.wire_dtype, num_layers) if allowed else None
+            heapq.heappop(waiting)
         return None
 
     def _tokens_allowed(self) -> int:
-        room = (self.window_bytes - self.in_flight_bytes) // self.piece_bytes_per_token
-        alone = 1 if self.in_flight_bytes == 0 else 0
+        in_flight = self.sent_bytes - self.credited_bytes
+        room = (self.window_bytes - in_flight) // self.piece_bytes_per_token
+        alone = 1 if in_flight == 0 else 0
         return min(self.max_piece_tokens, max(room, alone))
 
-    def shipped(self, piece: Piece) -> None:
-        """`piece` has been handed to the socket."""
-        assert self._shipped[piece.layer] == piece.start, (self._shipped[piece.layer], piece)
-        self._shipped[piece.layer] = piece.stop
-        self.sent_bytes += (piece.stop - piece.start) * self.piece_bytes_per_token
-        if self._is_waiting(piece.layer):
-            heapq.heappush(self._waiting, (piece.stop, piece.layer))
+    def _layers_together(self, first: int, start: int, stop: int) -> int:
+        """Layers from `first` on of which tokens [start, stop) may go in one piece. What was asked for again goes layer
+        by layer: each has a number of its own."""
+        room = min(self.together_bytes, self.window_bytes - self.in_flight_bytes)
+        most = min(room // max(1, (stop - start) * self.piece_bytes_per_token), self.num_layers - first)
+        if most < 2 or self._resends[first]:
+            return 1
+        shipped, ready, resends = self._shipped, self._ready, self._resends
+        layer = first + 1
+        while layer < first + most and shipped[layer] == start and ready[layer] >= stop and not resends[layer]:
+            layer += 1
+        return layer - first
+
+    def shipped(self, piece: Piece) -> int:
+        """`piece` has been handed to the socket; returns its bytes."""
+        first, start, stop, _, num_layers = piece
+        for layer in range(first, first + num_layers):
+            assert self._shipped[layer] == start, (self._shipped[layer], piece)
+            self._shipped[layer] = stop
+            if stop < self._ready[layer]:
+                heapq.heappush(self._waiting, (stop, layer))
+        num_tokens = (stop - start) * num_layers
+        self._num_unshipped -= num_tokens
+        self.sent_bytes += num_tokens * self.piece_bytes_per_token
+        return num_tokens * self.piece_bytes_per_token
 
 
 class OutgoingBook:

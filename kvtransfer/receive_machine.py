@@ -5,8 +5,7 @@ A prefill worker hangs up a link that it has not used for a lease, so one that w
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from kvtransfer.complaints import Complaints
 from kvtransfer.errors import LossError, MessageError, ProtocolError
@@ -210,8 +209,10 @@ class ReceiveMachine:
         key, heads = (offer.request_id, offer.attempt), self._peers.heads_on(link)
         ended = self._book.ended(key)
         if (transfer := self._book.find(key, peer)) is not None:
-            with self._losses_fail(transfer):
+            try:
                 self._accept(transfer, link, heads, offer, now)
+            except LossError as error:
+                self._lose(transfer, error)
         elif ended is ReceptionOutcome.ARRIVED:
             self._send(link, KvDone(*key))
         elif ended is not None:
@@ -250,13 +251,16 @@ class ReceiveMachine:
         if stream is None or stream.first_token is None:
             raise ProtocolError("KV that was not offered on this link, or before its grant")
         stream.last_sign = now
-        with self._losses_fail(transfer):
-            if isinstance(message, KvHeader):
-                assert body is not None
+        try:
+            if body is None:
+                assert isinstance(message, KvFirstToken), message
+                self._on_first_token(transfer, stream, message)
+            else:
+                assert isinstance(message, KvHeader), message
                 self._first_frame_at.setdefault(transfer.key, now)
                 self._intake.take(stream, message, body)
-            else:
-                self._on_first_token(transfer, stream, message)
+        except LossError as error:
+            self._lose(transfer, error)
 
     def _on_first_token(self, transfer: IncomingTransfer, stream: IncomingStream, message: KvFirstToken) -> None:
         if message.token_id >= self._vocab_size:
@@ -265,14 +269,10 @@ class ReceiveMachine:
         if transfer.has_arrived:
             self._arrived(transfer)
 
-    @contextmanager
-    def _losses_fail(self, transfer: IncomingTransfer) -> Iterator[None]:
+    def _lose(self, transfer: IncomingTransfer, error: LossError) -> None:
         """Losses beyond what is sent again cost the transfer; the link is as good as before."""
-        try:
-            yield
-        except LossError as error:
-            logger.error("KV of %s from %s: %s", transfer.key, transfer.peer[0], error)
-            self._fail(transfer, None, str(error))
+        logger.error("KV of %s from %s: %s", transfer.key, transfer.peer[0], error)
+        self._fail(transfer, None, str(error))
 
     def _arrived(self, transfer: IncomingTransfer) -> None:
         token_id = transfer.first_token_id

@@ -1,13 +1,14 @@
 """What prefill's end of the KV hand-over does with each command and message. No thread, socket or clock: frames leave
 through a `KvOutlet`, `now` is seconds, monotonic. The thread around it is `kvtransfer/sender.py`.
 
-Offers are repeated every `keepalive` seconds while a transfer is open; each renews the receiver's lease, and a receiver
-that has granted one answers it. So a transfer may take as long as it needs, but one whose first token is known and of
-which nothing is heard for a lease has failed. A link that was not used for IDLE_KEEPALIVES keepalives is hung up, and a
-refusal at its handshake forgotten with it.
+Offers are repeated every `keepalive` seconds while a transfer is open, and sooner where nothing is credited; each
+renews the receiver's lease, and a receiver that has granted one answers it. So a transfer may take as long as it needs,
+but one whose first token is known and of which nothing is heard for a lease has failed. A link that was not used for
+IDLE_KEEPALIVES keepalives is hung up, and a refusal at its handshake forgotten with it.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,16 +37,20 @@ from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand
 
 logger = logging.getLogger(__name__)
 
-PIECES_A_TURN = 16
-"""Pieces shipped before the sender looks at its sockets and its commands again."""
+TURN_BYTES = 8 << 20
+PIECES_A_TURN = 64
+"""What is shipped, at most, before the sender looks at its sockets and its commands again: milliseconds of work."""
 IDLE_KEEPALIVES = 4
+MAX_ABORTS = 1024
+MAX_PROBE_S = 1.0
 
 
 class KvSource(Protocol):
     """Where KV is read from: the prefill worker's pool."""
 
     def gather(self, key: RequestKey, piece: Piece) -> KvBody:
-        """K and V of one layer for tokens [start, stop), each [tokens, KV heads, head_dim], contiguous bytes."""
+        """K and V of the piece's layers for tokens [start, stop), each [layers, tokens, KV heads, head_dim], contiguous
+        bytes."""
         ...
 
 
@@ -76,6 +81,23 @@ class _Peer:
     wire_dtype: str | None = None
 
 
+class _Turn:
+    """How much may go before the sender has to look up. `now`: seconds, monotonic."""
+
+    __slots__ = ("_bytes_left", "_pieces_left", "is_over", "now")
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+        self.is_over = False
+        self._bytes_left, self._pieces_left = TURN_BYTES, PIECES_A_TURN
+
+    def took(self, num_bytes: int) -> None:
+        """A piece of so many bytes is gone."""
+        self._bytes_left -= num_bytes
+        self._pieces_left -= 1
+        self.is_over = self._bytes_left <= 0 or self._pieces_left == 0
+
+
 class SendMachine:
     """Ships KV of a prefill worker. `report` takes what the engine has to know."""
 
@@ -97,8 +119,10 @@ class SendMachine:
         self._book = OutgoingBook()
         self._peer_of: dict[RequestKey, str] = {}
         self._peers: dict[str, _Peer] = {}
-        self._aborts: list[tuple[str, KvAbort]] = []  # to be said as soon as the peer's queue has room
-        self._next_keepalive = 0.0
+        # To be said as soon as the peer's queue has room. If there are too many, the oldest are forgotten: decode gives
+        # those transfers up when its lease runs out.
+        self._aborts: deque[tuple[str, KvAbort]] = deque(maxlen=MAX_ABORTS)
+        self._next_keepalive = self._next_probe = 0.0
         self._sent_bytes = self._resent_bytes = 0
 
     def __len__(self) -> int:
@@ -144,6 +168,7 @@ class SendMachine:
                 num_layers=self._hello.layout.num_layers,
                 piece_bytes_per_token=piece_bytes,
                 max_piece_tokens=max_tokens,
+                together_bytes=self._frames.together_bytes,
             )
         )
         if refusal is not None:
@@ -253,49 +278,59 @@ class SendMachine:
 
     def _send_aborts(self) -> None:
         """To peers whose link is gone there is nothing left to say."""
-        self._aborts = [
-            (peer, abort) for peer, abort in self._aborts if peer in self._peers and not self._outlet.send(peer, abort)
-        ]
+        for _ in range(len(self._aborts)):
+            peer, abort = self._aborts.popleft()
+            if peer in self._peers and not self._outlet.send(peer, abort):
+                self._aborts.append((peer, abort))
 
     def ship(self, now: float) -> bool:
         """Aborts, keep-alives, and up to a turn's worth of KV; True if there may be more to ship right away."""
         self._send_aborts()
         self._keep_alive(now)
-        left = PIECES_A_TURN
+        self._probe(now)
+        turn = _Turn(now)
         for transfer in self._book:
-            peer = self._peer_of[transfer.key]
             if not transfer.offered:
-                transfer.offered = self._outlet.send(peer, offer_of(transfer))
-            left -= self._ship_pieces(peer, transfer, left, now)
-            self._ship_first_token(peer, transfer)
-        return left == 0
+                transfer.offered = self._outlet.send(self._peer_of[transfer.key], offer_of(transfer))
+            if transfer.is_waiting and not turn.is_over:
+                self._ship_pieces(transfer, turn)
+            if transfer.first_token_id is not None and not transfer.first_token_sent and transfer.all_shipped:
+                self._ship_first_token(transfer, transfer.first_token_id)
+        return turn.is_over
 
-    def _ship_pieces(self, peer: str, transfer: OutgoingTransfer, limit: int, now: float) -> int:
-        """Ships up to `limit` pieces, as long as the peer's queue takes them; returns how many."""
-        num_shipped = 0
-        while num_shipped < limit and (piece := transfer.next_piece()):
-            # Asked once: from then on a send that fails says it as well, at the price of one gather in vain.
-            if num_shipped == 0 and not self._outlet.has_room(peer):
-                break
-            if not self._ship_piece(peer, transfer, piece):
-                break
-            num_shipped += 1
-        if num_shipped and transfer.started_at is None:
-            transfer.started_at = now
-        return num_shipped
+    def _ship_pieces(self, transfer: OutgoingTransfer, turn: "_Turn") -> None:
+        """Ships pieces until the turn is over, as long as the peer's queue takes them."""
+        peer, piece = self._peer_of[transfer.key], transfer.next_piece()
+        # Asked once: from then on a send that fails says it as well, at the price of one gather in vain.
+        if piece is None or not self._outlet.has_room(peer):
+            return
+        while piece is not None and not turn.is_over and (num_bytes := self._ship_piece(peer, transfer, piece)):
+            turn.took(num_bytes)
+            if transfer.started_at is None:
+                transfer.started_at = turn.now
+            piece = transfer.next_piece()
 
-    def _ship_piece(self, peer: str, transfer: OutgoingTransfer, piece: Piece) -> bool:
+    def _ship_piece(self, peer: str, transfer: OutgoingTransfer, piece: Piece) -> int:
+        """Returns the bytes that the socket took: none if its queue is full."""
         body = self._source.gather(transfer.key, piece)
         if not self._outlet.send(peer, self._frames.header(transfer, piece, body), body):
-            return False
-        transfer.shipped(piece)
-        self._sent_bytes += (piece.stop - piece.start) * transfer.piece_bytes_per_token
-        return True
+            return 0
+        num_bytes = transfer.shipped(piece)
+        self._sent_bytes += num_bytes
+        return num_bytes
 
-    def _ship_first_token(self, peer: str, transfer: OutgoingTransfer) -> None:
-        if transfer.first_token_sent or transfer.first_token_id is None or not transfer.all_shipped:
+    def _ship_first_token(self, transfer: OutgoingTransfer, token_id: int) -> None:
+        sent = self._outlet.send(self._peer_of[transfer.key], first_token_of(transfer, token_id))
+        transfer.first_token_sent = sent
+
+    def _probe(self, now: float) -> None:
+        """A whole window may be lost, and then nothing comes behind it that could tell: only another offer does."""
+        if now < self._next_probe:
             return
-        transfer.first_token_sent = self._outlet.send(peer, first_token_of(transfer, transfer.first_token_id))
+        self._next_probe = now + min(MAX_PROBE_S, self._timing.keepalive)
+        for transfer in self._book:
+            if transfer.is_stuck():
+                transfer.offered = False
 
     def _keep_alive(self, now: float) -> None:
         if now < self._next_keepalive:

@@ -24,7 +24,7 @@ from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import DecodeTarget, KvHello, KvTraffic, RequestKey
 from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand, SenderTiming
-from kvtransfer.send_machine import KvSource, SendMachine
+from kvtransfer.send_machine import MAX_PROBE_S, KvSource, SendMachine
 
 
 class KvSender:
@@ -43,7 +43,7 @@ class KvSender:
         options: FrameOptions = PLAIN,
         link: LinkSpec | None = None,
     ) -> None:
-        self._idle_wait = timing.keepalive / 4
+        self._idle_wait = min(timing.keepalive / 4, MAX_PROBE_S)
         self._commands: Mailbox[SendCommand | None] = Mailbox()  # None: stop
         self._dialer = KvDialer(new_link_name(hello.worker_id, hello.generation), security)
         self._emulated = None if link is None else EmulatedLink(link, self._dialer, random.Random(0))

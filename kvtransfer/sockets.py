@@ -1,6 +1,5 @@
 """Sockets as all of ours are set up: every option whose default would hang, leak, or let anybody in."""
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,6 +15,11 @@ Frames = list[zmq.Frame]
 # Plain numbers: pyzmq's flags are enums, and to join two of them takes longer than to send a small frame.
 _NOW: Final = int(zmq.NOBLOCK)
 _NOW_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS: Final = int(zmq.EVENTS)
+_IN: Final = int(zmq.POLLIN)
+_OUT: Final = int(zmq.POLLOUT)
+_MIN_BORROWED: Final = zmq.COPY_THRESHOLD
+"""Bytes of a frame from which on not to copy it costs less than to."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,22 @@ def receive_now(socket: "zmq.Socket[bytes]") -> Frames | None:
 
 def send_now(socket: "zmq.Socket[bytes]", frames: Sequence[bytes | memoryview]) -> bool:
     """Queues a message; False if it can't be taken now. Large frames, which must be flat, go without a copy."""
-    last = len(frames) - 1
-    with contextlib.suppress(zmq.ZMQError):
-        for index, frame in enumerate(frames):
+    left = len(frames)
+    try:
+        for frame in frames:
+            left -= 1
             # The queue refuses a message at its first frame: behind that one, the others are taken.
-            socket.send(frame, _NOW if index == last else _NOW_MORE, copy=len(frame) < zmq.COPY_THRESHOLD)
-        return True
-    return False
+            socket.send(frame, _NOW_MORE if left else _NOW, copy=len(frame) < _MIN_BORROWED)
+    except zmq.ZMQError:
+        return False
+    return True
+
+
+def has_message(socket: "zmq.Socket[bytes]") -> bool:
+    """Whether one is at hand. pyzmq's `poll` makes a poller each time."""
+    return bool(int(socket.getsockopt(_EVENTS)) & _IN)
+
+
+def has_room(socket: "zmq.Socket[bytes]") -> bool:
+    """Whether a send would be taken now."""
+    return bool(int(socket.getsockopt(_EVENTS)) & _OUT)

@@ -26,10 +26,10 @@ class Verdict(Enum):
 
     NEXT = "next"  # splice it
     STALE = "stale"  # drop it: sent before its layer was asked for again
-    GAP = "gap"  # drop it and ask for its layer again: what is before it was lost
+    GAP = "gap"  # drop it and ask for its layers again: what is before it in one of them was lost
 
 
-@dataclass
+@dataclass(slots=True)
 class _Layer:
     """`resend`: number of the last KvResend for it, 0 if none; `waiting` for the answer; `in_vain`: KvResends since a
     token last arrived."""
@@ -40,7 +40,7 @@ class _Layer:
     in_vain: int = 0
 
 
-@dataclass
+@dataclass(slots=True)
 class IncomingStream:
     """One link's part of a reception: KV heads `heads` of tokens [first_token, num_tokens), in all layers. `last_sign`
     is the last time the link spoke of it, seconds."""
@@ -71,25 +71,35 @@ class IncomingStream:
         """What to do with a frame of the pool's layout. Raises ProtocolError for one that no loss explains."""
         if self.first_token is None:
             raise ProtocolError("KV came before its grant")
-        layer = self._layers[header.layer]
         if (header.head_start, header.head_stop) != self.heads:
             raise ProtocolError(f"KV heads [{header.head_start}, {header.head_stop}) on a link for {self.heads}")
+        if header.num_layers == 1:
+            return self._judge_layer(header, header.layer)
+        verdicts = {self._judge_layer(header, layer) for layer in header.layers}
+        return verdicts.pop() if len(verdicts) == 1 else Verdict.GAP
+
+    def _judge_layer(self, header: KvHeader, index: int) -> Verdict:
+        layer = self._layers[index]
         if header.resend > layer.resend or header.stop > self.num_tokens:
             raise ProtocolError(
-                f"layer {header.layer}: tokens [{header.start}, {header.stop}) of {self.num_tokens},"
+                f"layer {index}: tokens [{header.start}, {header.stop}) of {self.num_tokens},"
                 f" resend {header.resend} of {layer.resend}"
             )
         if header.resend < layer.resend:
             return Verdict.STALE
         if header.start < layer.next:
-            raise ProtocolError(f"layer {header.layer}: token {header.start} again, expected from {layer.next}")
+            raise ProtocolError(f"layer {index}: token {header.start} again, expected from {layer.next}")
         return Verdict.NEXT if header.start == layer.next else Verdict.GAP
+
+    def lost_layers(self, header: KvHeader) -> list[int]:
+        """What to ask for again when a frame judged GAP is dropped: its layers, but for those asked for already."""
+        return [index for index in header.layers if header.resend == self._layers[index].resend]
 
     def spliced(self, header: KvHeader) -> None:
         """The tokens of a frame judged NEXT are in the pool."""
-        layer = self._layers[header.layer]
-        self._num_missing -= header.stop - layer.next
-        layer.next, layer.waiting, layer.in_vain = header.stop, False, 0
+        for layer in self._layers[header.layer : header.layer + header.num_layers]:
+            self._num_missing -= header.stop - layer.next
+            layer.next, layer.waiting, layer.in_vain = header.stop, False, 0
 
     def settle(self, sent_bytes: int, num_bytes: int = 0) -> int:
         """A message with `num_bytes` of KV has come, sent behind `sent_bytes` of it; returns how many were lost."""

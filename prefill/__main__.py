@@ -12,7 +12,7 @@ from kvtransfer.channel import ControlClient
 from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.curve import CurveKeys, load_keys
 from kvtransfer.faults import witness_of
-from kvtransfer.frames import FrameOptions
+from kvtransfer.frames import TOGETHER_BYTES, FrameOptions
 from kvtransfer.layout import FP8
 from kvtransfer.logs import configure_logging
 from kvtransfer.mailbox import Mailbox
@@ -80,7 +80,7 @@ def _sender(
         inbox,
         SenderTiming(keepalive=config.lease_s / 4, lease=config.lease_s),
         security=keys,
-        options=FrameOptions(config.kv_checksum, wire_dtype),
+        options=FrameOptions(config.kv_checksum, wire_dtype, TOGETHER_BYTES),
         link=config.link,
     )
 

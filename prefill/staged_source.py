@@ -33,12 +33,13 @@ class StagedSource:
         self._marks[layer] = self._lane.mark()
 
     def gather(self, key: RequestKey, piece: Piece) -> KvBody:
-        """K and V of one layer's tokens [start, stop), each [tokens, num_kv_heads, head_dim] in the piece's dtype."""
+        """K and V of the piece's layers and tokens, each [layers, tokens, num_kv_heads, head_dim] in its dtype."""
         job = self._scheduler.find(key)
         assert job is not None, f"{key} was freed while its KV was being read"
         with self._lane.active():
-            self._lane.follow(self._marks[piece.layer])
-            parts = self._kv_cache.gather(piece.layer, job.block_ids, piece.start, piece.stop)
+            for layer in range(piece.layer, piece.layer + piece.num_layers):
+                self._lane.follow(self._marks[layer])
+            parts = self._kv_cache.gather(piece.layer, job.block_ids, piece.start, piece.stop, piece.num_layers)
             k, v = (self._to_host(part, piece.dtype) for part in parts)
             done = self._lane.record()
         done.synchronize()

@@ -42,10 +42,10 @@ class PoolSource:
         self._scheduler = scheduler
 
     def gather(self, key: RequestKey, piece: Piece) -> KvBody:
-        """K and V of one layer's tokens [start, stop), each [tokens, num_kv_heads, head_dim] in the piece's dtype."""
+        """K and V of the piece's layers and tokens, each [layers, tokens, num_kv_heads, head_dim] in its dtype."""
         job = self._scheduler.find(key)
         assert job is not None, f"{key} was freed while its KV was being read"
-        k, v = self._kv_cache.gather(piece.layer, job.block_ids, piece.start, piece.stop)
+        k, v = self._kv_cache.gather(piece.layer, job.block_ids, piece.start, piece.stop, piece.num_layers)
         if piece.dtype is None:
             return KvBody(as_bytes(k), as_bytes(v))
         assert piece.dtype == FP8, piece.dtype

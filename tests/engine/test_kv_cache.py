@@ -13,6 +13,7 @@ from engine.errors import CapacityError
 from engine.kv_cache import FLOAT8, SLOTS_KEPT, KvCache, bytes_per_block
 from engine.kv_scales import unit_scales
 from kernels.reference import ReferenceKernels
+from kernels.select import select_kernels
 from kvtransfer.messages import KvLayout
 
 CPU = torch.device("cpu")
@@ -49,6 +50,39 @@ def test_any_range_travels_between_any_two_block_sizes(data):
     written = (~target.layer(1)[0].isnan()).all(-1).all(-1).sum()
     assert written == stop - start, "no slot outside the range is written"
     assert target.layer(0)[0].isnan().all(), "no other layer is written"
+
+
+@pytest.mark.parametrize("name", ["reference", "auto"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("layer", "num_layers"), [(0, 5), (0, 1), (1, 3), (3, 2)])
+def test_layers_together_are_what_they_are_one_by_one(name, dtype, layer, num_layers):
+    kernels = ReferenceKernels() if name == "reference" else select_kernels(name, CPU)
+    layout = KvLayout(num_layers=5, num_kv_heads=3, head_dim=8, dtype=dtype, block_size=4)
+    source = KvCache(layout, 4, kernels, CPU, with_scratch=True)
+    source.fill(0.0)
+    for index in range(5):
+        for pool in source.layer(index):
+            pool.normal_()
+    gathered = source.gather(layer, [2, 0, 3], 3, 10, num_layers)
+    alone = [source.gather(index, [2, 0, 3], 3, 10) for index in range(layer, layer + num_layers)]
+    for part, parts in zip(gathered, zip(*alone, strict=True), strict=True):
+        assert part.is_contiguous()
+        assert torch.equal(part, torch.cat(parts))
+
+    target = KvCache(structs.replace(layout, block_size=16), 2, kernels, CPU)
+    target.fill(float("nan"))
+    target.splice(layer, [1], 3, 10, *(part[:, 1:] for part in gathered), head_start=1, num_layers=num_layers)
+    for index in range(5):
+        for pool, part in zip(target.layer(index), source.gather(index, [2, 0, 3], 3, 10), strict=True):
+            is_written = layer <= index < layer + num_layers
+            if is_written:
+                assert torch.equal(pool[1, 3:10, 1:], part[:, 1:])
+            assert (~pool.isnan()).sum() == (7 * 2 * 8 if is_written else 0), "nothing else is written"
+
+
+def test_more_layers_than_there_are_is_our_own_bug():
+    with pytest.raises(AssertionError):
+        make_cache(4, 1).gather(1, [0], 0, 2, 2)
 
 
 def test_head_ranges_are_spliced_one_by_one():

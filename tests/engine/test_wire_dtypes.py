@@ -12,7 +12,7 @@ from kernels.reference import ReferenceKernels
 from kvtransfer import receive_machine as machine_module
 from kvtransfer.channel import KvListener
 from kvtransfer.faults import unwatched
-from kvtransfer.frames import FrameMaker, FrameOptions
+from kvtransfer.frames import TOGETHER_BYTES, FrameMaker, FrameOptions
 from kvtransfer.incoming import KvOffered, ReceptionOutcome
 from kvtransfer.layout import FP8
 from kvtransfer.mailbox import Mailbox
@@ -83,8 +83,10 @@ def transfer(options: FrameOptions, window=4096) -> tuple[KvCache, KvCache, list
 
 
 @pytest.mark.parametrize("with_checksum", [False, True])
-def test_by_default_every_bit_arrives(with_checksum):
-    ours, theirs, our_blocks, their_blocks, num_bytes = transfer(FrameOptions(with_checksum))
+@pytest.mark.parametrize("together_bytes", [0, TOGETHER_BYTES])
+def test_by_default_every_bit_arrives(with_checksum, together_bytes):
+    options = FrameOptions(with_checksum, together_bytes=together_bytes)
+    ours, theirs, our_blocks, their_blocks, num_bytes = transfer(options, window=1 << 20)
     for layer in range(2):
         sides = (ours.gather(layer, our_blocks, 0, NUM_TOKENS), theirs.gather(layer, their_blocks, 0, NUM_TOKENS))
         for here, there in zip(*sides, strict=True):
@@ -93,9 +95,10 @@ def test_by_default_every_bit_arrives(with_checksum):
 
 
 @pytest.mark.parametrize("with_checksum", [False, True])
-@pytest.mark.parametrize("window", [1, 4096, 1 << 20])
-def test_in_eight_bits_the_pool_holds_what_the_round_trip_makes(with_checksum, window):
-    ours, theirs, our_blocks, their_blocks, num_bytes = transfer(FrameOptions(with_checksum, FP8), window)
+@pytest.mark.parametrize(("window", "together_bytes"), [(1, 0), (4096, 0), (1 << 20, 0), (1 << 20, TOGETHER_BYTES)])
+def test_in_eight_bits_the_pool_holds_what_the_round_trip_makes(with_checksum, window, together_bytes):
+    options = FrameOptions(with_checksum, FP8, together_bytes)
+    ours, theirs, our_blocks, their_blocks, num_bytes = transfer(options, window)
     for layer in range(2):
         sides = (ours.gather(layer, our_blocks, 0, NUM_TOKENS), theirs.gather(layer, their_blocks, 0, NUM_TOKENS))
         for here, there in zip(*sides, strict=True):

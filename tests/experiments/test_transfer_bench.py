@@ -20,6 +20,7 @@ from kvtransfer.messages import KvLayout
 
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
 LOAD = Load(LAYOUT, tokens=10, requests=4)
+TOGETHER = Load(LAYOUT, tokens=10, requests=4, together=2)
 
 
 def pool_of(seed: int, fill: int | None = None) -> LoadPool:
@@ -32,10 +33,14 @@ def pool_of(seed: int, fill: int | None = None) -> LoadPool:
 def test_a_load_counts_its_bytes():
     assert (LOAD.frame_bytes, LOAD.num_messages, LOAD.num_bytes) == (640, 12, 15_360)
     assert len(list(LOAD.pieces())) == 12
+    assert (TOGETHER.frame_bytes, TOGETHER.num_messages, TOGETHER.num_bytes) == (1280, 8, 15_360)
+    assert [piece.num_layers for _, piece in TOGETHER.pieces()] == [2, 1] * 4
+    assert sum(2 * TOGETHER.bytes_of(piece) for _, piece in TOGETHER.pieces()) == TOGETHER.num_bytes
 
 
 def test_rounds_have_about_as_many_tokens_whatever_their_frames():
     assert [load_of(LAYOUT, tokens).requests for tokens in (16, 512, 2048, 100_000)] == [64, 16, 4, 1]
+    assert [load_of(LAYOUT, tokens).together for tokens in (16, 2048, 100_000)] == [3, 2, 1]
 
 
 def test_the_two_pools_lie_differently_and_a_checksum_tells_their_contents_apart():
@@ -45,11 +50,12 @@ def test_the_two_pools_lie_differently_and_a_checksum_tells_their_contents_apart
     assert ours.checksum() == pool_of(1, fill=3).checksum()
 
 
+@pytest.mark.parametrize("load", [LOAD, TOGETHER], ids=["each layer alone", "layers together"])
 @pytest.mark.parametrize("name", SIDES)
-def test_each_side_moves_rounds_in_this_process(name):
+def test_each_side_moves_rounds_in_this_process(name, load):
     side, sent, received = SIDES[name], pool_of(1, fill=3), pool_of(2)
-    receiving = side.receiving_end(LOAD, received)
-    sending = side.sending_end(LOAD, sent, receiving.endpoint)
+    receiving = side.receiving_end(load, received)
+    sending = side.sending_end(load, sent, receiving.endpoint)
     for number in (1, 2):
         receiving.prepare(number)
         thread = threading.Thread(target=receiving.receive_round, args=(number,))

@@ -10,6 +10,7 @@ that JSON can hold, so that a sequence which was interesting once is kept in `co
     ["pass", SECONDS]                     time goes by
 """
 
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -46,16 +47,17 @@ class Due:
     def __init__(self, index: int) -> None:
         self.key, self.peer = key_of(index), index % NUM_PEERS
         self.num_tokens = 2 + 2 * index
+        together = 1 + (index // NUM_PEERS) % LAYOUT.num_layers
         frames = [
-            KvHeader(*self.key, layer, start, min(start + CHUNK, self.num_tokens), 0, LAYOUT.num_kv_heads, LAYOUT.dtype)
-            for start in range(0, self.num_tokens, CHUNK)
-            for layer in range(LAYOUT.num_layers)
+            KvHeader(*self.key, layer, start, stop, 0, LAYOUT.num_kv_heads, LAYOUT.dtype, num_layers=together)
+            for start, stop in ((at, min(at + CHUNK, self.num_tokens)) for at in range(0, self.num_tokens, CHUNK))
+            for layer in range(0, LAYOUT.num_layers, together)
         ]
         self.left = [KvOffer(*self.key, self.num_tokens), *frames, KvFirstToken(*self.key, 7)]
 
     def bodies(self, header: KvHeader) -> list[bytes]:
-        tokens = range(header.start, header.stop)
-        return [b"".join(content(self.key, header.layer, part, token) for token in tokens) for part in (0, 1)]
+        rows = list(product(header.layers, range(header.start, header.stop)))
+        return [b"".join(content(self.key, layer, part, token) for layer, token in rows) for part in (0, 1)]
 
 
 class GuardedPool(HashPool):
@@ -68,7 +70,7 @@ class GuardedPool(HashPool):
     def splice(self, key, header, body) -> None:
         assert key in self.tables, f"{key} owns no blocks"
         assert 0 <= header.start < header.stop <= self.num_tokens[key], header
-        assert len(body.k) == len(body.v) == (header.stop - header.start) * TOKEN_BYTES, header
+        assert len(body.k) == len(body.v) == header.num_rows * TOKEN_BYTES, header
         super().splice(key, header, body)
 
     def check_nothing_is_written_elsewhere(self) -> None:

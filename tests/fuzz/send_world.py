@@ -7,10 +7,12 @@ others say, what is sent to it must be right and complete. Steps are lists that 
     ["full", PEER, bool], ["pass", SECONDS]
 """
 
+from itertools import product
 from typing import Any
 
 from kvtransfer.channel import decode_from_decode, decode_from_prefill, encode
 from kvtransfer.errors import SettingsError
+from kvtransfer.frames import TOGETHER_BYTES, FrameOptions
 from kvtransfer.messages import (
     PROTOCOL_VERSION,
     DecodeTarget,
@@ -86,7 +88,9 @@ class SendWorld:
         self.first_tokens: set = set()
         self.granted: set = set()
         hello = KvHello(PROTOCOL_VERSION, "prefill-0", "g1", FINGERPRINT, LAYOUT)
-        self.machine = SendMachine(hello, self.pool, self.outlet, self._report, SenderTiming(KEEPALIVE, LEASE))
+        options = FrameOptions(together_bytes=TOGETHER_BYTES)
+        timing = SenderTiming(KEEPALIVE, LEASE)
+        self.machine = SendMachine(hello, self.pool, self.outlet, self._report, timing, options)
 
     def peer_of(self, key) -> str:
         return f"decode-{self.opened[key] % NUM_PEERS}"
@@ -108,10 +112,10 @@ class SendWorld:
         assert key in self.pool.tables, f"about a transfer that is over: {message}"
         assert peer == self.peer_of(key), "KV of one request sent to another's worker"
         if isinstance(message, KvHeader):
-            for token in range(message.start, message.stop):
-                offset = (token - message.start) * TOKEN_BYTES
+            for index, (layer, token) in enumerate(product(message.layers, range(message.start, message.stop))):
+                offset = index * TOKEN_BYTES
                 for part, sent in enumerate((body.k, body.v)):
-                    expected = content(key, message.layer, part, token)
+                    expected = content(key, layer, part, token)
                     assert bytes(sent[offset : offset + TOKEN_BYTES]) == expected, (key, message, token)
             self.arrived[key] = self.arrived.get(key, 0) + len(body.k) + len(body.v)
         elif isinstance(message, KvFirstToken):

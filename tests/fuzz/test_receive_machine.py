@@ -20,6 +20,7 @@ FIELDS = (
     "attempt",
     "num_tokens",
     "layer",
+    "num_layers",
     "start",
     "stop",
     "head_start",

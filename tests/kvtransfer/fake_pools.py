@@ -7,6 +7,7 @@ seen. Freed blocks are poisoned, so that a read or a write after the free is see
 import hashlib
 import time
 from collections import Counter
+from itertools import product
 
 from engine.block_pool import BlockPool
 from kvtransfer.channel import KvListener
@@ -70,15 +71,15 @@ class HashPool:
         return self.slots[layer, part, self._slot(key, token)]
 
     def gather(self, key, piece) -> KvBody:
-        tokens = range(piece.start, piece.stop)
-        k, v = (b"".join(self.read(key, piece.layer, part, token) for token in tokens) for part in (0, 1))
+        rows = list(product(range(piece.layer, piece.layer + piece.num_layers), range(piece.start, piece.stop)))
+        k, v = (b"".join(self.read(key, layer, part, token) for layer, token in rows) for part in (0, 1))
         return KvBody(memoryview(k), memoryview(v))
 
     def splice(self, key, header, body) -> None:
         for part, view in enumerate((body.k, body.v)):
-            for index, token in enumerate(range(header.start, header.stop)):
+            for index, (layer, token) in enumerate(product(header.layers, range(header.start, header.stop))):
                 value = bytes(view[index * TOKEN_BYTES : (index + 1) * TOKEN_BYTES])
-                self.write(key, header.layer, part, token, value)
+                self.write(key, layer, part, token, value)
 
     def finish(self, key) -> None:
         self.finished.append(key)

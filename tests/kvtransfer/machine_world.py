@@ -6,6 +6,7 @@ hashes, so what is spliced is checked token by token.
 
 from collections import deque
 from collections.abc import Callable
+from itertools import product
 
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.layout import KvBody
@@ -57,7 +58,7 @@ class Outlet:
 class Sender:
     """One prefill process: the KV heads [heads[0], heads[1]) of its worker."""
 
-    def __init__(self, fault: Fault, heads=None, patience=10 * LEASE, **options) -> None:
+    def __init__(self, fault: Fault, heads=None, patience=10 * LEASE, keepalive=KEEPALIVE, **options) -> None:
         """`patience`: its own lease, far away unless a test is about it, so that what ends has ended on decode."""
         about = {"fingerprint": FINGERPRINT, "layout": LAYOUT, "protocol": PROTOCOL_VERSION}
         self.heads = heads or (0, LAYOUT.num_kv_heads)
@@ -68,7 +69,7 @@ class Sender:
         self.link = f"{PEER[0]}/{PEER[1]}/{start}-{stop}".encode()
         hello = KvHello(worker_id=PEER[0], generation=PEER[1], head_start=start, head_stop=stop, **about)
         self.machine = SendMachine(
-            hello, self, self.outlet, self.ends.append, SenderTiming(KEEPALIVE, patience), **options
+            hello, self, self.outlet, self.ends.append, SenderTiming(keepalive, patience), **options
         )
 
     def gather(self, key, piece) -> KvBody:
@@ -76,14 +77,20 @@ class Sender:
         return KvBody(*(_some_heads(part, self.heads) for part in (whole.k, whole.v)))
 
     def send_all(self, key, num_tokens, now=0.0, token_id=7) -> None:
+        self.open(key, num_tokens, now)
+        self.compute(key, range(num_tokens), now)
+        self.machine.apply(FirstToken(key, token_id), now)
+
+    def open(self, key, num_tokens, now=0.0) -> None:
         self.pool.allocate(key, num_tokens)
         self.machine.apply(Open(key, TARGET, num_tokens), now)
+
+    def compute(self, key, tokens: range, now=0.0) -> None:
         for layer in range(LAYOUT.num_layers):
             for part in (0, 1):
-                for token in range(num_tokens):
+                for token in tokens:
                     self.pool.write(key, layer, part, token, content(key, layer, part, token))
-            self.machine.apply(Ready(layer, ((key, num_tokens),)), now)
-        self.machine.apply(FirstToken(key, token_id), now)
+            self.machine.apply(Ready(layer, ((key, tokens.stop),)), now)
 
 
 class MachineWorld:
@@ -107,10 +114,10 @@ class MachineWorld:
         start, stop = header.head_start * HEAD_BYTES, header.head_stop * HEAD_BYTES
         size = stop - start
         for part, view in enumerate((body.k, body.v)):
-            for index, token in enumerate(range(header.start, header.stop)):
-                value = bytearray(self.pool.read(key, header.layer, part, token))
+            for index, (layer, token) in enumerate(product(header.layers, range(header.start, header.stop))):
+                value = bytearray(self.pool.read(key, layer, part, token))
                 value[start:stop] = view[index * size : (index + 1) * size]
-                self.pool.write(key, header.layer, part, token, bytes(value))
+                self.pool.write(key, layer, part, token, bytes(value))
 
     def finish(self, key) -> None:
         self.pool.finish(key)

@@ -104,7 +104,7 @@ FROM_GATEWAY = (
 FROM_PREFILL = (
     KvHello(PROTOCOL_VERSION, "prefill-0", "g1", FINGERPRINT, LAYOUT, 1, 2),
     KvOffer("r", 0, 12, 256, 3),
-    KvHeader("r", 0, 1, 2, 3, 0, 2, "float32", 192, 2, (1 << 32) - 1),
+    KvHeader("r", 0, 1, 2, 3, 0, 2, "float32", 192, 2, (1 << 32) - 1, 2),
     KvFirstToken("r", 0, 99, 512, 3),
     KvAbort("r", 0, "gone"),
 )

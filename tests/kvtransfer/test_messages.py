@@ -45,7 +45,7 @@ HAVE_DEFAULTS = {
     ("KvHello", "head_stop"),
     ("KvWelcome", "wire_dtypes"),
     *((kind, name) for kind in ("KvOffer", "KvFirstToken") for name in ("sent_bytes", "num_resends")),
-    *(("KvHeader", name) for name in ("sent_bytes", "resend", "checksum")),
+    *(("KvHeader", name) for name in ("sent_bytes", "resend", "checksum", "num_layers")),
 }
 HEARTBEAT = FROM_WORKER[2]
 PREFILL_REQUEST = FROM_GATEWAY[4]

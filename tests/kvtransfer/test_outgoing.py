@@ -10,8 +10,8 @@ from kvtransfer.outgoing import OutgoingBook, OutgoingTransfer, Piece
 BYTES = 10  # of one token and layer, K and V
 
 
-def transfer(num_tokens=8, num_layers=2, max_piece_tokens=4, key=("r", 0)) -> OutgoingTransfer:
-    return OutgoingTransfer(key, num_tokens, num_layers, BYTES, max_piece_tokens)
+def transfer(num_tokens=8, num_layers=2, max_piece_tokens=4, key=("r", 0), together_bytes=0) -> OutgoingTransfer:
+    return OutgoingTransfer(key, num_tokens, num_layers, BYTES, max_piece_tokens, together_bytes=together_bytes)
 
 
 def ship(outgoing: OutgoingTransfer) -> list[Piece]:
@@ -48,6 +48,46 @@ def test_the_chunk_that_has_waited_longest_goes_first():
         for layer in (0, 1):
             outgoing.mark_ready(layer, stop)
     assert ship(outgoing) == [Piece(0, 0, 4), Piece(1, 0, 4), Piece(0, 4, 8), Piece(1, 4, 8)]
+    assert outgoing.all_shipped
+
+
+def test_layers_that_are_ready_at_once_go_together_up_to_a_size():
+    outgoing = transfer(num_layers=5, together_bytes=3 * 2 * BYTES)
+    outgoing.grant(0, 1000)
+    for layer in range(4):
+        outgoing.mark_ready(layer, 2)
+    assert ship(outgoing) == [Piece(0, 0, 2, num_layers=3), Piece(3, 0, 2)]
+    assert outgoing.sent_bytes == 4 * 2 * BYTES
+    outgoing.mark_ready(4, 8)
+    outgoing.mark_ready(3, 8)
+    assert ship(outgoing) == [Piece(4, 0, 4), Piece(3, 2, 6), Piece(4, 4, 8), Piece(3, 6, 8)]
+    for layer in range(3):
+        outgoing.mark_ready(layer, 4)
+    assert ship(outgoing) == [Piece(0, 2, 4, num_layers=3)]
+
+
+def test_layers_that_go_together_keep_within_the_window():
+    outgoing = transfer(num_tokens=2, num_layers=3, together_bytes=1000)
+    outgoing.grant(0, 5 * BYTES)
+    for layer in range(3):
+        outgoing.mark_ready(layer, 2)
+    assert ship(outgoing) == [Piece(0, 0, 2, num_layers=2), Piece(2, 0, 1)]
+    outgoing.credit(5 * BYTES)
+    assert ship(outgoing) == [Piece(2, 1, 2)]
+    assert outgoing.all_shipped
+
+
+def test_what_was_asked_for_again_goes_alone():
+    """Each layer has a number of its own, and a frame names one."""
+    outgoing = transfer(num_tokens=2, num_layers=4, together_bytes=1000)
+    outgoing.grant(0, 1000)
+    for layer in range(4):
+        outgoing.mark_ready(layer, 2)
+    assert ship(outgoing) == [Piece(0, 0, 2, num_layers=4)]
+    outgoing.resend(1, 0, 1)
+    outgoing.resend(2, 0, 2)
+    assert not outgoing.all_shipped
+    assert ship(outgoing) == [Piece(1, 0, 2), Piece(2, 0, 2)]
     assert outgoing.all_shipped
 
 
@@ -260,3 +300,17 @@ def test_any_interleaving_ships_every_token_of_every_layer_once(data):
     expected = [(layer, token) for layer in range(num_layers) for token in range(first_token, num_tokens)]
     assert sorted(shipped) == expected
     assert outgoing.all_shipped
+
+
+def test_a_transfer_is_stuck_if_bytes_are_in_flight_and_no_credit_came_since_it_was_asked_last():
+    outgoing = transfer(num_layers=1)
+    assert [outgoing.is_stuck(), outgoing.is_stuck()] == [False, False]
+    outgoing.grant(0, 40)
+    outgoing.mark_ready(0, 8)
+    ship(outgoing)
+    assert outgoing.is_stuck()
+    outgoing.credit(20)
+    assert not outgoing.is_stuck()
+    assert outgoing.is_stuck()
+    outgoing.credit(40)
+    assert [outgoing.is_stuck(), outgoing.is_stuck()] == [False, False]

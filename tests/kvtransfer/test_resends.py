@@ -12,6 +12,7 @@ from kvtransfer.layout import KvBody
 from kvtransfer.messages import PROTOCOL_VERSION, KvCredit, KvFirstToken, KvHeader, KvHello, KvOffer, KvResend
 from kvtransfer.outgoing import TransferOutcome
 from kvtransfer.receive_commands import Grant
+from kvtransfer.send_commands import FirstToken
 from kvtransfer.stream import MAX_RESENDS_IN_VAIN
 from tests.kvtransfer.fake_pools import TOKEN_BYTES, DecodeSide, PrefillSide
 from tests.kvtransfer.machine_world import KEEPALIVE, LEASE, PEER, MachineWorld, Sender, no_fault
@@ -22,6 +23,9 @@ NUM_TOKENS = 24
 WINDOW = 8 * TOKEN_BYTES
 """Four tokens of one layer: a transfer of NUM_TOKENS takes at least a dozen frames."""
 CHECKED = FrameOptions(with_checksum=True)
+CHUNK = 2
+TOGETHER = FrameOptions(with_checksum=True, together_bytes=LAYOUT.num_layers * 2 * CHUNK * TOKEN_BYTES)
+"""A chunk of all layers goes in one frame."""
 
 
 def flipped(part: memoryview, at: int) -> memoryview:
@@ -78,6 +82,22 @@ def transfer(fault, window=WINDOW, back_fault=no_fault, first_token=0) -> Machin
     world = MachineWorld(Sender(fault, options=CHECKED), window=window, back_fault=back_fault)
     world.expect(KEY, NUM_TOKENS, first_token)
     world.senders[0].send_all(KEY, NUM_TOKENS)
+    world.run(2000.0)
+    return world
+
+
+def transfer_in_chunks(fault, back_fault=no_fault) -> MachineWorld:
+    """The same, all layers of a chunk at once: they travel together."""
+    world = MachineWorld(Sender(fault, options=TOGETHER), window=1 << 20, back_fault=back_fault)
+    (sender,) = world.senders
+    world.expect(KEY, NUM_TOKENS)
+    sender.open(KEY, NUM_TOKENS)
+    for _ in range(4):  # until it is granted, if nothing is lost
+        world.turn()
+    for start in range(0, NUM_TOKENS, CHUNK):
+        world.turn()
+        sender.compute(KEY, range(start, start + CHUNK), world.now)
+    sender.machine.apply(FirstToken(KEY, 7), world.now)
     world.run(2000.0)
     return world
 
@@ -213,24 +233,29 @@ def test_an_answer_lost_with_the_first_token_behind_it_is_asked_for_once_more():
     assert world.machine.counts.num_resends == 2
 
 
+@pytest.mark.parametrize("options", [CHECKED, TOGETHER], ids=["each layer alone", "layers together"])
 @pytest.mark.parametrize("seed", range(20))
-def test_random_faults_both_ways_heal(seed):
+def test_random_faults_both_ways_heal(seed, options):
     dice = random.Random(seed)
-    kinds = [*DAMAGE]
+    kinds, harmed = [*DAMAGE], []
 
     def forth(message, body):
         if isinstance(message, KvHeader | KvFirstToken | KvOffer) and dice.random() < 0.15:
+            harmed.append(message)
             return []
         if isinstance(message, KvHeader) and dice.random() < 0.15:
+            harmed.append(message)
             return [DAMAGE[dice.choice(kinds)](message, body)]
         return [(message, body)]
 
     def back(message, body):
         return [] if dice.random() < 0.1 else [(message, body)]
 
-    world = transfer(forth, dice.choice([1, WINDOW]), back)
+    world = transfer(forth, dice.choice([1, WINDOW]), back) if options is CHECKED else transfer_in_chunks(forth, back)
     world.check_arrived(KEY)
-    assert world.machine.counts.num_resends >= 1
+    is_kv_harmed = any(isinstance(message, KvHeader) for message in harmed)
+    assert is_kv_harmed or options is TOGETHER, "these seeds harm"
+    assert (world.machine.counts.num_resends >= 1) == is_kv_harmed
 
 
 def test_frames_alone_keep_a_reception_alive_and_silence_does_not():
@@ -249,6 +274,26 @@ def test_frames_alone_keep_a_reception_alive_and_silence_does_not():
         assert world.ends == []
     machine.sweep(now + 1.1 * LEASE)
     assert [end.outcome for end in world.ends] == [ReceptionOutcome.FAILED]
+
+
+def test_a_window_that_is_lost_whole_is_noticed_long_before_the_next_keepalive():
+    """Nothing comes behind it that could tell."""
+    world = MachineWorld(Sender(Nth(lose, 0), keepalive=100.0, options=CHECKED), window=2 * TOKEN_BYTES)
+    world.expect(KEY, NUM_TOKENS)
+    world.senders[0].send_all(KEY, NUM_TOKENS)
+    world.run(50.0)
+    world.check_arrived(KEY)
+
+
+def test_layers_that_travel_together_are_taken_apart_by_a_loss_and_arrive():
+    fault = Nth(lose, 1)
+    world = transfer_in_chunks(fault)
+    world.check_arrived(KEY)
+    (sender,) = world.senders
+    headers = [message for message in sender.outlet.sent if isinstance(message, KvHeader)]
+    assert {header.num_layers for header in headers if header.resend == 0} == {LAYOUT.num_layers}
+    assert {header.num_layers for header in headers if header.resend > 0} == {1}
+    assert world.machine.counts.num_resends == LAYOUT.num_layers
 
 
 # --- too many

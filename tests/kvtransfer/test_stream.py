@@ -18,8 +18,8 @@ def stream(num_tokens=8, first_token=0, num_layers=2) -> IncomingStream:
     return made
 
 
-def header(layer, start, stop, resend=0, heads=HEADS) -> KvHeader:
-    return KvHeader(*KEY, layer, start, stop, *heads, "float32", resend=resend)
+def header(layer, start, stop, resend=0, heads=HEADS, num_layers=1) -> KvHeader:
+    return KvHeader(*KEY, layer, start, stop, *heads, "float32", resend=resend, num_layers=num_layers)
 
 
 def splice(incoming, layer, start, stop, resend=0) -> None:
@@ -35,6 +35,45 @@ def test_each_layer_takes_its_tokens_in_order():
     assert not incoming.has_all_kv
     splice(incoming, 0, 3, 8)
     assert incoming.has_all_kv
+
+
+def test_layers_that_come_together_are_taken_together():
+    incoming = stream(num_layers=3)
+    both = header(1, 0, 8, num_layers=2)
+    assert incoming.judge(both) is Verdict.NEXT
+    incoming.spliced(both)
+    assert not incoming.has_all_kv
+    splice(incoming, 0, 0, 8)
+    assert incoming.has_all_kv
+
+
+def test_of_layers_that_come_together_none_is_taken_if_one_misses_a_token():
+    incoming = stream(num_layers=3)
+    splice(incoming, 0, 0, 3)
+    splice(incoming, 2, 0, 3)
+    frame = header(0, 3, 5, num_layers=3)
+    assert incoming.judge(frame) is Verdict.GAP
+    assert incoming.lost_layers(frame) == [0, 1, 2]
+
+
+def test_of_layers_that_come_together_those_asked_for_already_are_not_asked_for_again():
+    incoming = stream(num_layers=3)
+    for layer in range(3):
+        splice(incoming, layer, 0, 3)
+    incoming.ask_again(1)
+    frame = header(0, 3, 5, num_layers=3)
+    assert incoming.judge(frame) is Verdict.GAP
+    assert incoming.lost_layers(frame) == [0, 2]
+    for layer in (0, 2):
+        incoming.ask_again(layer)
+    assert incoming.judge(frame) is Verdict.STALE
+
+
+def test_layers_that_come_together_breach_the_protocol_together():
+    incoming = stream(num_layers=3)
+    splice(incoming, 2, 0, 3)
+    with pytest.raises(ProtocolError, match="layer 2: token 0 again"):
+        incoming.judge(header(0, 0, 3, num_layers=3))
 
 
 @pytest.mark.parametrize(("layer", "start", "stop"), [(0, 4, 5), (1, 1, 2), (0, 7, 8)])

@@ -9,11 +9,13 @@ import pytest
 
 from kvtransfer.channel import KV_HWM
 from kvtransfer.incoming import ReceptionOutcome
-from kvtransfer.messages import KvFirstToken, KvHeader
+from kvtransfer.messages import KvAbort, KvFirstToken, KvHeader
 from kvtransfer.outgoing import TransferOutcome
+from kvtransfer.send_commands import Abort, Open
+from kvtransfer.send_machine import MAX_ABORTS
 from tests.kvtransfer import memory_process
 from tests.kvtransfer.fake_pools import TOKEN_BYTES, DecodeSide, PrefillSide, wait_until
-from tests.kvtransfer.machine_world import MachineWorld, Sender, no_fault
+from tests.kvtransfer.machine_world import TARGET, MachineWorld, Sender, no_fault
 from tests.kvtransfer.raw_peers import KEY, running
 from tests.kvtransfer.samples import LAYOUT
 
@@ -127,3 +129,21 @@ def test_on_real_sockets_too():
             assert (end.outcome, end.first_token_id) == (ReceptionOutcome.ARRIVED, 7)
             assert prefill.end_of(key).outcome is TransferOutcome.DONE
         assert decode.receiver.counts.spliced_bytes == LAYOUT.num_layers * 2 * TOKEN_BYTES
+
+
+def test_aborts_that_a_full_queue_does_not_take_are_bounded_and_said_once_it_does():
+    sender = Sender(no_fault)
+    for number in range(MAX_ABORTS + 3):
+        sender.machine.apply(Open((f"r{number}", 0), TARGET, 4), 0.0)
+    sender.outlet.send = lambda peer, message, body=None: False
+    for number in range(MAX_ABORTS + 3):
+        sender.machine.apply(Abort((f"r{number}", 0), "enough", tell_peer=True), 0.0)
+    sender.machine.ship(0.0)
+    del sender.outlet.send
+    sender.outlet.sent.clear()
+    sender.machine.ship(0.0)
+    said = [message.request_id for message in sender.outlet.sent if isinstance(message, KvAbort)]
+    assert said == [f"r{number}" for number in range(3, MAX_ABORTS + 3)]
+    sender.outlet.sent.clear()
+    sender.machine.ship(0.0)
+    assert sender.outlet.sent == []

@@ -30,7 +30,9 @@ class HashSource:
     def gather(self, key: RequestKey, piece: Piece) -> KvBody:
         job = self._scheduler.find(key)
         require(job is not None, key, "was freed while its KV was being read")
-        entries = self._engine.kv_cache.read(job, piece.layer, piece.start, piece.stop)
+        layers = range(piece.layer, piece.layer + piece.num_layers)
+        cache = self._engine.kv_cache
+        entries = [entry for layer in layers for entry in cache.read(job, layer, piece.start, piece.stop)]
         k, v = b"".join(entry[:HALF] for entry in entries), b"".join(entry[HALF:] for entry in entries)
         return KvBody(memoryview(k), memoryview(v))
 
@@ -49,8 +51,10 @@ class HashSink:
         cuts = range(0, len(body.k), HALF)
         entries = [bytes(body.k[at : at + HALF]) + bytes(body.v[at : at + HALF]) for at in cuts]
         digests = self._model.digests(job.token_slice(0, header.stop))[header.start :]
-        require(entries == [self._model.entry(header.layer, digest) for digest in digests], key, "gets spoilt KV")
-        self._engine.kv_cache.write(job, header.layer, header.start, entries)
+        expected = [self._model.entry(layer, digest) for layer in header.layers for digest in digests]
+        require(entries == expected, key, "gets spoilt KV")
+        for index, layer in enumerate(header.layers):
+            self._engine.kv_cache.write(job, layer, header.start, entries[index * len(digests) :][: len(digests)])
         self.spliced_bytes[key] = self.spliced_bytes.get(key, 0) + len(body.k) + len(body.v)
 
     def finish(self, key: RequestKey) -> None:

@@ -41,9 +41,16 @@ IN_LOSSES = (
     Mutation(
         "frames-not-checked",
         "a frame is taken although the one before it was lost",
-        "kvtransfer.stream:IncomingStream.judge",
+        "kvtransfer.stream:IncomingStream._judge_layer",
         "return Verdict.NEXT if header.start == layer.next else Verdict.GAP",
         "return Verdict.NEXT",
+    ),
+    Mutation(
+        "together-judged-by-the-first",
+        "of layers that come in one frame only the first is checked",
+        "kvtransfer.stream:IncomingStream.judge",
+        "if header.num_layers == 1:",
+        "if True:",
     ),
     Mutation(
         "asked-from-one-later",
@@ -70,7 +77,7 @@ IN_LOSSES = (
         "answer-not-numbered",
         "what is sent again looks like what was sent before",
         "kvtransfer.frames:FrameMaker.header",
-        "resend=transfer.resend_of(piece.layer)",
+        "resend=transfer.resend_of(layer)",
         "resend=0",
     ),
     Mutation(

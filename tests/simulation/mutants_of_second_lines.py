@@ -80,7 +80,7 @@ SECOND_LINES = (
     Mutation(
         "resend-number-not-compared",
         "what was sent before the question is taken for the answer (its tokens tell; it costs repetitions only)",
-        "kvtransfer.stream:IncomingStream.judge",
+        "kvtransfer.stream:IncomingStream._judge_layer",
         "if header.resend < layer.resend:",
         "if False:",
     ),

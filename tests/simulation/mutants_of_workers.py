@@ -146,7 +146,7 @@ IN_PREFILL = (
         "ignore-the-window",
         "more bytes are in flight than were granted",
         "kvtransfer.outgoing:OutgoingTransfer._tokens_allowed",
-        "self.window_bytes - self.in_flight_bytes",
+        "self.window_bytes - in_flight",
         "self.window_bytes",
     ),
     Mutation(
@@ -166,9 +166,9 @@ IN_PREFILL = (
     Mutation(
         "first-token-overtakes",
         "the first token goes out before the last KV",
-        "kvtransfer.send_machine:SendMachine._ship_first_token",
-        "or not transfer.all_shipped",
-        "or transfer.first_token is None",
+        "kvtransfer.send_machine:SendMachine.ship",
+        "and transfer.all_shipped",
+        "and transfer.first_token is not None",
     ),
     Mutation(
         "transfer-end-not-reported",

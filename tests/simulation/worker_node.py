@@ -12,7 +12,7 @@ from decode.config import ROOM_SHARE
 from decode.scheduler import DecodeLimits, DecodeScheduler
 from decode.worker import DecodeRole
 from kvtransfer.control import GatewayLinks, LinkTiming
-from kvtransfer.frames import FrameOptions
+from kvtransfer.frames import TOGETHER_BYTES, FrameOptions
 from kvtransfer.link_name import new_link_name
 from kvtransfer.messages import PROTOCOL_VERSION, Hello, KvHello, Limits, Role
 from kvtransfer.receive_commands import ReceiverLimits
@@ -204,7 +204,7 @@ class PrefillNode(WorkerNode):
             SenderTiming(config.keepalive, config.lease),
             self.dialer,
             ThreadHandle(self.kv_thread),
-            FrameOptions(with_checksum=config.with_checksum),
+            FrameOptions(with_checksum=config.with_checksum, together_bytes=TOGETHER_BYTES),
         )
         return PrefillRole(self.engine, self.scheduler, self.sender, clock=self.timeline.clock)
 
