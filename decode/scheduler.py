@@ -10,8 +10,8 @@ The life of a request here:
 4. `reception_ended`: the KV is in the pool and the first token known; it takes part in the next step (RUNNING).
 5. Each step gives each running request one token, until a stop rule ends it (ENDED). It takes a block only when it
    needs one.
-6. When no block is free, another one may lose its own (PREEMPTED), and what it loses is computed here: see
-   `engine/growing_book.py`.
+6. When no block is free, another one may lose its own (PREEMPTED), and what it loses is computed here, or kept in the
+   host's memory meanwhile: see `engine/growing_book.py`.
 
 A request without a prefill worker skips 2 to 4: it is admitted in the same order, and its prompt is computed here like
 that of one that was preempted.
@@ -29,6 +29,7 @@ from engine.growing_book import GrowingBook
 from engine.request import Outgoing, Request, RequestState, ScheduledRow
 from engine.request_book import QueueRules
 from engine.stopping import finish_reason
+from engine.swap_space import SwapSpace
 from kvtransfer.incoming import KvOffered, PeerId, ReceptionEnded, ReceptionOutcome
 from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput
 
@@ -89,9 +90,14 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
     """Owns all requests of a decode worker. What it decides is drained by `take_outputs` and `take_commands`."""
 
     def __init__(
-        self, pool: BlockPool, rules: QueueRules, limits: DecodeLimits, eos_token_ids: AbstractSet[int]
+        self,
+        pool: BlockPool,
+        rules: QueueRules,
+        limits: DecodeLimits,
+        eos_token_ids: AbstractSet[int],
+        swap: SwapSpace | None = None,
     ) -> None:
-        super().__init__(pool, rules)
+        super().__init__(pool, rules, swap)
         self._limits = limits
         self._eos_token_ids = eos_token_ids
 

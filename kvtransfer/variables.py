@@ -59,6 +59,7 @@ KNOWN_VARIABLES: Final[frozenset[str]] = frozenset(
         "KVSPLICE_MAX_WAITING",
         "KVSPLICE_MODEL",
         "KVSPLICE_PORT",
+        "KVSPLICE_PREEMPTION_MODE",
         "KVSPLICE_PREFILL",
         "KVSPLICE_QUEUE_TIMEOUT_S",
         "KVSPLICE_READY_TIMEOUT_S",
@@ -70,6 +71,7 @@ KNOWN_VARIABLES: Final[frozenset[str]] = frozenset(
         "KVSPLICE_SHUTDOWN_TIMEOUT_S",
         "KVSPLICE_STALLED_AFTER_S",
         "KVSPLICE_STREAM_BUFFER_TOKENS",
+        "KVSPLICE_SWAP_SPACE",
         "KVSPLICE_URL",
         "KVSPLICE_WORKER_ID",
     }

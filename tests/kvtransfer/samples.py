@@ -38,6 +38,7 @@ from kvtransfer.messages import (
     Role,
     SamplingParams,
     StepOutput,
+    SwapLoad,
     Welcome,
 )
 
@@ -81,7 +82,13 @@ FROM_WORKER = (
         "tcp://127.0.0.1:9",
         shares_prefixes=False,
     ),
-    Heartbeat("g2", 4, 5, Load(1, 2, 0.5, 3, 4, 0.25, 5, 6, 7, 8, KvTraffic(1, 2, 3, 4, 5, 6)), draining=True),
+    Heartbeat(
+        "g2",
+        4,
+        5,
+        Load(1, 2, 0.5, 3, 4, 0.25, 5, 6, 7, 8, KvTraffic(1, 2, 3, 4, 5, 6), SwapLoad(1, 2, 3, 4, 5)),
+        draining=True,
+    ),
     StepOutput("g2", 4, (OUTPUT, RequestOutput("q", 1, 0))),
     Goodbye("g2", "because"),
 )
