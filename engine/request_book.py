@@ -217,11 +217,11 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
         size = self._pool.block_size
         slots = self._pool.num_used * size
         spare = sum(
-            len(request.block_ids) * size - max(request.num_computed, request.num_prefill)
+            max(0, len(request.block_ids) * size - _num_meant(request))
             for request in self._requests.values()
             if request.block_ids
         )
-        return min(1.0, max(0, spare) / slots) if slots else 0.0
+        return min(1.0, spare / slots) if slots else 0.0
 
     # --- ends
 
@@ -253,3 +253,10 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
         request.move(RequestState.ENDED)
         self._names.pop(request.key, None)
         del self._requests[request.key]
+
+
+def _num_meant(request: Request) -> int:
+    """Tokens whose KV is in the request's blocks, or on its way there."""
+    if request.state is RequestState.RUNNING:  # what one that was preempted had generated is on its way too
+        return request.num_tokens
+    return max(request.num_computed, request.num_prefill)
