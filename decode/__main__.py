@@ -67,6 +67,7 @@ def build(config: DecodeConfig, engine: Engine, listener: KvListener, keys: Curv
         queue_timeout=config.queue_timeout_s,
         # Prefill gives a request up itself, a lease earlier: its word says more.
         offer_timeout=config.queue_timeout_s + config.lease_s,
+        max_num_partial_prefills=config.max_num_partial_prefills or 1,
     )
     num_swap_blocks = engine.mover.num_blocks
     swap = SwapSpace(num_swap_blocks, config.block_size) if num_swap_blocks else None

@@ -38,7 +38,7 @@ from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestKey
 class DecodeLimits:
     """Tokens a step of prompts that are computed here, requests that hold blocks at once, tokens a request. Seconds to
     wait: for room while prefill holds the KV (`lease`), for room with nobody waiting (`queue_timeout`), for prefill's
-    offer."""
+    offer. `max_num_partial_prefills`: prompts that a step computes in part."""
 
     max_num_prefill_tokens: int
     max_num_seqs: int
@@ -46,6 +46,7 @@ class DecodeLimits:
     lease: float
     queue_timeout: float
     offer_timeout: float
+    max_num_partial_prefills: int = 1
 
 
 @dataclass(eq=False, kw_only=True)
@@ -151,7 +152,11 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
     def schedule(self, now: float) -> list[ScheduledRow]:
         """The next step's rows; empty if there is nothing to do."""
         self._readmit()
-        rows = [*self._token_rows(), *self._chunk_rows(self._limits.max_num_prefill_tokens)]
+        limits = self._limits
+        rows = [
+            *self._token_rows(),
+            *self._chunk_rows(limits.max_num_prefill_tokens, limits.max_num_partial_prefills),
+        ]
         for row in rows:
             row.request.record(LifetimeEvent.RUNNING, now)
         return rows

@@ -3,7 +3,7 @@
 Knows no torch, socket or clock. A step:
 
     |<- one token of each that has its KV ->|<- chunks of those that have not, in order ->|
-                                            |<----------- at most a given number -------->|
+                                            |<----------- at most a given number -------->|  engine/chunk_budget.py
 
 When no block is free, the request that stands last in the order gives its own to the one that needs one (PREEMPTED). As
 soon as there is room it comes back, before all that is new. With a swap space that has room, its KV has gone to the
@@ -19,6 +19,7 @@ import bisect
 from msgspec import structs
 
 from engine.block_pool import BlockPool, blocks_for
+from engine.chunk_budget import share_in_order
 from engine.request import RequestState, ScheduledRow
 from engine.request_book import Command, Job, QueueRules, RequestBook
 from engine.swap_space import SwapSpace
@@ -58,15 +59,13 @@ class GrowingBook(RequestBook[Job, Command]):
                 rows.append(ScheduledRow(request, request.num_computed, 1))
         return rows
 
-    def _chunk_rows(self, budget: int) -> list[ScheduledRow]:
-        """`budget` tokens at most of requests whose KV is computed here; they have all blocks they need."""
-        rows = []
-        for request in self._running:
-            count = min(request.num_uncomputed, budget)
-            if request.num_uncomputed > 1 and count > 0:
-                rows.append(ScheduledRow(request, request.num_computed, count))
-                budget -= count
-        return rows
+    def _chunk_rows(self, budget: int, max_partial: int) -> list[ScheduledRow]:
+        """`budget` tokens at most of requests whose KV is computed here, at most `max_partial` of them cut short; they
+        have all blocks they need."""
+        requests = [request for request in self._running if request.num_uncomputed > 1]
+        counts = share_in_order([request.num_uncomputed for request in requests], budget, max_partial)
+        pairs = zip(requests, counts, strict=True)
+        return [ScheduledRow(request, request.num_computed, count) for request, count in pairs if count]
 
     # --- blocks
 

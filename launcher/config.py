@@ -100,6 +100,7 @@ class ServeConfig(Settings):
     max_num_seqs: int = setting(
         64, "Most requests in one batch of a worker.", group="batching and memory", ge=1, le=65536
     )
+    max_num_partial_prefills: int | None = like(EngineConfig, "max_num_partial_prefills")
     preemption_mode: str = like(DecodeConfig, "preemption_mode")
     swap_space: float | None = like(DecodeConfig, "swap_space")
     block_size: int = setting(16, "Tokens in one block of a KV pool.", group="batching and memory", ge=1, le=1024)

@@ -44,6 +44,7 @@ SOCKET_FILES = {
 PURE_FILES = (
     "engine/block_moves.py",
     "engine/block_pool.py",
+    "engine/chunk_budget.py",
     "engine/swap_space.py",
     "engine/prefix_hash.py",
     "engine/request.py",

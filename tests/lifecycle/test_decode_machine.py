@@ -23,6 +23,7 @@ class DecodeMachine(RuleBasedStateMachine):
     """What is preempted is computed again."""
 
     SWAP_BLOCKS = 0
+    MAX_PARTIAL = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,6 +32,7 @@ class DecodeMachine(RuleBasedStateMachine):
             block_size=4,
             swap_blocks=self.SWAP_BLOCKS,
             max_num_prefill_tokens=MAX_TOKENS,
+            max_num_partial_prefills=self.MAX_PARTIAL,
             max_num_seqs=MAX_SEQS,
             max_waiting=3,
             lease=LEASE,
@@ -96,6 +98,7 @@ class DecodeMachine(RuleBasedStateMachine):
         self.paper.carry_out(scheduler.take_moves())
         assert len(rows) <= MAX_SEQS
         assert sum(row.count for row in rows) <= MAX_TOKENS + MAX_SEQS
+        assert sum(1 for row in rows if not row.samples) <= self.MAX_PARTIAL
         assert len({row.request.key for row in rows}) == len(rows)
         for row in rows:
             assert row.request.state is RequestState.RUNNING
@@ -219,9 +222,10 @@ class SwappingMachine(DecodeMachine):
 
 
 class FallingBackMachine(DecodeMachine):
-    """The host has room for some of it."""
+    """The host has room for some of it, and prompts are computed side by side."""
 
     SWAP_BLOCKS = 2
+    MAX_PARTIAL = 2
 
 
 ORDERS = settings(max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
