@@ -29,7 +29,8 @@ class HostBlocks:
     head_dim] of the pool's dtype, each of them contiguous so that it moves in one piece."""
 
     def __init__(self, kv_cache: KvCache, num_blocks: int, lane: Lane | None = None) -> None:
-        """`num_blocks`: may be 0. `lane`: on a GPU. Raises CapacityError if the host can't give the memory."""
+        """`num_blocks`: may be 0. `lane`: on a GPU; torch rounds pinned memory up to a power of two. Raises
+        CapacityError if the host can't give the memory."""
         self.num_blocks = num_blocks
         self._kv_cache = kv_cache
         self._lane = lane
