@@ -49,8 +49,8 @@ class TwoRoles:
     """Runs one request after the other, each from prefill to its end on decode."""
 
     def __init__(self, model: Path, *, prefill_block: int = 16, decode_block: int = 8) -> None:
-        self._prefill = _engine(model, prefill_block)
-        self._decode = _engine(model, decode_block)
+        self._prefill = tiny_engine(model, prefill_block)
+        self._decode = tiny_engine(model, decode_block)
         self._eos = self._prefill.eos_token_ids
 
     def run(self, spec: RequestSpec) -> Generated:
@@ -140,6 +140,7 @@ class TwoRoles:
             self._decode.kv_cache.splice(layer, target.block_ids, start, target.num_prefill, key, value)
 
 
-def _engine(model: Path, block_size: int) -> Engine:
+def tiny_engine(model: Path, block_size: int) -> Engine:
+    """A CPU engine in float32 over a pool of 0.01 GiB."""
     config = EngineConfig(model=str(model), dtype="float32", device="cpu", block_size=block_size, kv_cache_gib=0.01)
     return assemble(config, model, CHUNK_TOKENS)
