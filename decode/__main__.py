@@ -12,6 +12,7 @@ from decode.worker import DecodeRole, PoolSink
 from engine.assembly import Engine, assemble, introduce, key_name_of, worker_id_of
 from engine.cuda_lane import CudaLane
 from engine.startup import failures_in_one_line
+from engine.swap_space import SwapSpace
 from kvtransfer.addresses import endpoint
 from kvtransfer.channel import ControlClient, KvListener, endpoint_port
 from kvtransfer.control import GatewayLinks, LinkTiming
@@ -43,7 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         keys = load_keys(config.curve_dir, key_name_of(config, Role.DECODE), worker_id)
         listener = KvListener(config.kv_host, config.kv_port, keys)
         engine = assemble(
-            config, resolve_model(config.model), config.max_num_batched_tokens, record_decode=not config.enforce_eager
+            config,
+            resolve_model(config.model),
+            config.max_num_batched_tokens,
+            record_decode=not config.enforce_eager,
+            swap_gib=config.swap_gib,
         )
         settle_memory()
         return build(config, engine, listener, keys).run()
@@ -65,8 +70,11 @@ def build(
         queue_timeout=config.queue_timeout_s,
         # Prefill gives a request up itself, a lease earlier: its word says more.
         offer_timeout=config.queue_timeout_s + config.lease_s,
+        max_num_partial_prefills=config.max_num_partial_prefills or 1,
     )
-    scheduler = DecodeScheduler(engine.pool, config.queue_rules, limits, engine.eos_token_ids)
+    num_swap_blocks = engine.mover.num_blocks
+    swap = SwapSpace(num_swap_blocks, config.block_size) if num_swap_blocks else None
+    scheduler = DecodeScheduler(engine.pool, config.queue_rules, limits, engine.eos_token_ids, swap)
     receiver = KvReceiver(
         listener=listener,
         identity=(hello.fingerprint, hello.layout),

@@ -9,6 +9,7 @@ from kvtransfer.errors import SettingsError
 from kvtransfer.settings import ProcessSettings, like, setting
 
 ROOM_SHARE: Final = 0.9
+DEFAULT_SWAP_GIB: Final = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,21 @@ class DecodeConfig(EngineConfig):
         ge=1,
         le=1 << 20,
     )
+    preemption_mode: str = setting(
+        "recompute",
+        "What becomes of the KV of a request that loses its blocks to others: computed again, or swapped to the host's "
+        "memory (--swap-space), and computed again only if that is full.",
+        group="batching and memory",
+        choices=("recompute", "swap"),
+    )
+    swap_space: float | None = setting(
+        None,
+        "With --preemption-mode swap: size of the host's memory for swapped KV in GiB; pinned on a GPU.",
+        group="batching and memory",
+        ge=0.001,
+        le=1 << 16,
+        default_text=f"{DEFAULT_SWAP_GIB:g}",
+    )
     enforce_eager: bool = setting(
         False,
         "On a GPU: launch each kernel of a decode step by itself instead of replaying CUDA graphs.",
@@ -45,6 +61,7 @@ class DecodeConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_swap(self.preemption_mode, self.swap_space)
         check_private_bind("--kv-host", self.kv_host, self.curve_dir, self.insecure)
         check_host("--kv-advertise-host", self.kv_dial_host)
         if is_wildcard(self.kv_dial_host):
@@ -56,6 +73,11 @@ class DecodeConfig(EngineConfig):
         return self.max_num_seqs + self.max_num_prefill_tokens
 
     @property
+    def swap_gib(self) -> float:
+        """GiB of the host's memory for swapped KV."""
+        return 0.0 if self.preemption_mode == "recompute" else self.swap_space or DEFAULT_SWAP_GIB
+
+    @property
     def room_wait_s(self) -> float:
         """Longest wait for room. It ends before the lease of the prefill worker that holds the KV meanwhile: the client
         is to hear of an overload, not of a transfer that has failed."""
@@ -65,3 +87,9 @@ class DecodeConfig(EngineConfig):
     def kv_dial_host(self) -> str:
         """The host that prefill workers dial."""
         return self.kv_advertise_host or self.kv_host
+
+
+def check_swap(preemption_mode: str, swap_space: float | None) -> None:
+    """Raises SettingsError for a swap space that nothing would use."""
+    if swap_space is not None and preemption_mode != "swap":
+        raise SettingsError(f"--swap-space is for --preemption-mode swap, and it is {preemption_mode}")

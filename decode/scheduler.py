@@ -10,8 +10,8 @@ The life of a request here:
 4. `reception_ended`: the KV is in the pool and the first token known; it takes part in the next step (RUNNING).
 5. Each step gives each running request one token, until a stop rule ends it (ENDED). It takes a block only when it
    needs one.
-6. When no block is free, another one may lose its own (PREEMPTED), and what it loses is computed here: see
-   `engine/growing_book.py`.
+6. When no block is free, another one may lose its own (PREEMPTED), and what it loses is computed here, or kept in the
+   host's memory meanwhile: see `engine/growing_book.py`.
 
 A request without a prefill worker skips 2 to 4: it is admitted in the same order, and its prompt is computed here like
 that of one that was preempted.
@@ -29,6 +29,7 @@ from engine.growing_book import GrowingBook
 from engine.request import Outgoing, Request, RequestState, ScheduledRow
 from engine.request_book import QueueRules
 from engine.stopping import finish_reason
+from engine.swap_space import SwapSpace
 from kvtransfer.incoming import KvOffered, PeerId, ReceptionEnded, ReceptionOutcome
 from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput
 
@@ -37,7 +38,7 @@ from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestKey
 class DecodeLimits:
     """Tokens a step of prompts that are computed here, requests that hold blocks at once, tokens a request. Seconds to
     wait: for room while prefill holds the KV (`lease`), for room with nobody waiting (`queue_timeout`), for prefill's
-    offer."""
+    offer. `max_num_partial_prefills`: prompts that a step computes in part."""
 
     max_num_prefill_tokens: int
     max_num_seqs: int
@@ -45,6 +46,7 @@ class DecodeLimits:
     lease: float
     queue_timeout: float
     offer_timeout: float
+    max_num_partial_prefills: int = 1
 
 
 @dataclass(eq=False, kw_only=True)
@@ -89,9 +91,14 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
     """Owns all requests of a decode worker. What it decides is drained by `take_outputs` and `take_commands`."""
 
     def __init__(
-        self, pool: BlockPool, rules: QueueRules, limits: DecodeLimits, eos_token_ids: AbstractSet[int]
+        self,
+        pool: BlockPool,
+        rules: QueueRules,
+        limits: DecodeLimits,
+        eos_token_ids: AbstractSet[int],
+        swap: SwapSpace | None = None,
     ) -> None:
-        super().__init__(pool, rules)
+        super().__init__(pool, rules, swap)
         self._limits = limits
         self._eos_token_ids = eos_token_ids
 
@@ -145,7 +152,11 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
     def schedule(self, now: float) -> list[ScheduledRow]:
         """The next step's rows; empty if there is nothing to do."""
         self._readmit()
-        rows = [*self._token_rows(), *self._chunk_rows(self._limits.max_num_prefill_tokens)]
+        limits = self._limits
+        rows = [
+            *self._token_rows(),
+            *self._chunk_rows(limits.max_num_prefill_tokens, limits.max_num_partial_prefills),
+        ]
         for row in rows:
             row.request.record(LifetimeEvent.RUNNING, now)
         return rows

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from engine.block_mover import HostBlocks, allocate_host_blocks
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig, default_worker_id
 from engine.kv_cache import KvCache
@@ -32,6 +33,7 @@ class Engine:
     kv_cache: KvCache
     pool: BlockPool
     runner: Runner
+    mover: HostBlocks
     max_model_len: int
 
     @property
@@ -52,10 +54,15 @@ class Engine:
 
 
 def assemble(
-    config: EngineConfig, model_path: Path, max_num_batched_tokens: int, *, record_decode: bool = False
+    config: EngineConfig,
+    model_path: Path,
+    max_num_batched_tokens: int,
+    *,
+    record_decode: bool = False,
+    swap_gib: float = 0.0,
 ) -> Engine:
     """Loads the model and takes the memory for its KV pool. `record_decode`: decode steps run as CUDA graphs, where
-    device and kernels can. Raises EngineError subclasses."""
+    device and kernels can. `swap_gib`: GiB of the host's memory for swapped KV. Raises EngineError subclasses."""
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     loaded = load(
@@ -77,10 +84,11 @@ def assemble(
         record_decode=record_decode and loaded.device.type == "cuda" and loaded.kernels.capturable,
     )
     kv_cache = allocate_kv_cache(loaded, settings, sampler)
+    mover = allocate_host_blocks(kv_cache, swap_gib)
     pool = BlockPool(kv_cache.num_blocks, config.block_size)
     graphs = record_decode_steps(loaded, settings, kv_cache) if settings.record_decode else None
     runner = Runner(loaded.model, loaded.kernels, kv_cache, sampler, graphs)
-    return Engine(loaded, kv_cache, pool, runner, max_model_len)
+    return Engine(loaded, kv_cache, pool, runner, mover, max_model_len)
 
 
 def introduce(

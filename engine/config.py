@@ -49,6 +49,16 @@ class EngineConfig(Settings):
         None, "Threads for computing on a CPU.", group="device", ge=1, le=1024, default_text="all cores"
     )
     max_num_seqs: int = setting(64, "Most requests in one batch.", group="batching and memory", ge=1, le=65536)
+    max_num_partial_prefills: int | None = setting(
+        None,
+        "Most prompts that are computed in part at once. On decode they share --max-num-prefill-tokens evenly, so that "
+        "short ones need not wait for a long one; on prefill, where short ones come first anyway, another one begins "
+        "only in a step that completes it.",
+        group="batching and memory",
+        ge=1,
+        le=65536,
+        default_text="1 on decode: one after another; no limit on prefill",
+    )
     max_waiting: int = setting(
         256, "Most requests that wait for room; more are turned away.", group="batching and memory", ge=1, le=1 << 20
     )

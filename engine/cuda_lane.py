@@ -30,6 +30,10 @@ class CudaLane:
     def record(self) -> torch.cuda.Event:
         return _recorded(self._stream)
 
+    def hold_back(self, event: torch.cuda.Event) -> None:
+        """Called on the computation's thread, as `mark` is."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

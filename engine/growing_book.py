@@ -3,10 +3,12 @@
 Knows no torch, socket or clock. A step:
 
     |<- one token of each that has its KV ->|<- chunks of those that have not, in order ->|
-                                            |<----------- at most a given number -------->|
+                                            |<----------- at most a given number -------->|  engine/chunk_budget.py
 
 When no block is free, the request that stands last in the order gives its own to the one that needs one (PREEMPTED). As
-soon as there is room it comes back, before all that is new, and what the pool has lost of its KV is computed again.
+soon as there is room it comes back, before all that is new. With a swap space that has room, its KV has gone to the
+host's memory meanwhile, and what the prefix cache does not have any more is copied back; else what the pool has lost is
+computed again.
 
 The first in the order never gives blocks away, so it always gets on, and then the next one is the first. One that needs
 a block and has nobody behind it keeps its own and sits steps out: whoever has the rest is done some day.
@@ -17,16 +19,20 @@ import bisect
 from msgspec import structs
 
 from engine.block_pool import BlockPool, blocks_for
+from engine.chunk_budget import share_in_order
 from engine.request import RequestState, ScheduledRow
 from engine.request_book import Command, Job, QueueRules, RequestBook
-from kvtransfer.messages import Load
+from engine.swap_space import SwapSpace
+from kvtransfer.messages import Load, SwapLoad
 
 
 class GrowingBook(RequestBook[Job, Command]):
     """A RequestBook whose running requests grow, and lose their blocks to each other."""
 
-    def __init__(self, pool: BlockPool, rules: QueueRules) -> None:
+    def __init__(self, pool: BlockPool, rules: QueueRules, swap: SwapSpace | None = None) -> None:
+        """`swap`: where preempted requests leave their KV; without it all of them are computed again."""
         super().__init__(pool, rules)
+        self._swap = swap
         self._preempted: list[Job] = []  # in the order of their places
         self._num_preemptions = 0
 
@@ -35,7 +41,13 @@ class GrowingBook(RequestBook[Job, Command]):
         return super().num_waiting + len(self._preempted)
 
     def load(self) -> Load:
-        return structs.replace(super().load(), num_preemptions=self._num_preemptions)
+        swap = SwapLoad() if self._swap is None else self._swap.load()
+        return structs.replace(super().load(), num_preemptions=self._num_preemptions, swap=swap)
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        if self._swap is not None:
+            self._swap.check_integrity(request.key for request in self._preempted)
 
     # --- rows
 
@@ -47,15 +59,13 @@ class GrowingBook(RequestBook[Job, Command]):
                 rows.append(ScheduledRow(request, request.num_computed, 1))
         return rows
 
-    def _chunk_rows(self, budget: int) -> list[ScheduledRow]:
-        """`budget` tokens at most of requests whose KV is computed here; they have all blocks they need."""
-        rows = []
-        for request in self._running:
-            count = min(request.num_uncomputed, budget)
-            if request.num_uncomputed > 1 and count > 0:
-                rows.append(ScheduledRow(request, request.num_computed, count))
-                budget -= count
-        return rows
+    def _chunk_rows(self, budget: int, max_partial: int) -> list[ScheduledRow]:
+        """`budget` tokens at most of requests whose KV is computed here, at most `max_partial` of them cut short; they
+        have all blocks they need."""
+        requests = [request for request in self._running if request.num_uncomputed > 1]
+        counts = share_in_order([request.num_uncomputed for request in requests], budget, max_partial)
+        pairs = zip(requests, counts, strict=True)
+        return [ScheduledRow(request, request.num_computed, count) for request, count in pairs if count]
 
     # --- blocks
 
@@ -79,6 +89,8 @@ class GrowingBook(RequestBook[Job, Command]):
 
     def _preempt(self, request: Job) -> None:
         self._running.remove(request)
+        if self._swap is not None and request.num_computed:
+            self._moves += self._swap.save(request.key, request.block_ids, request.num_computed)
         self._give_back(request)
         request.num_computed = 0
         request.move(RequestState.PREEMPTED)
@@ -94,9 +106,22 @@ class GrowingBook(RequestBook[Job, Command]):
                 return
             self._preempted.pop(0)
             self._take_blocks(request, request.num_tokens, cached)
+            self._restore(request)
             self._run(request)
+
+    def _restore(self, request: Job) -> None:
+        """Brings back what the swap space has of a request, behind what was found in the prefix cache."""
+        if self._swap is not None:
+            num_tokens, moves = self._swap.restore(request.key, request.block_ids, request.num_computed)
+            self._moves += moves
+            self._computed(request, num_tokens)
 
     def _unlist(self, request: Job) -> None:
         if request.state is RequestState.PREEMPTED:
             self._preempted.remove(request)
         super()._unlist(request)
+
+    def _release(self, request: Job, now: float) -> None:
+        if self._swap is not None:
+            self._swap.drop(request.key)
+        super()._release(request, now)

@@ -106,6 +106,11 @@ class KvCache:
         those, if there is one); views of the pool."""
         return self._layers[index]
 
+    def block(self, block_id: int) -> torch.Tensor:
+        """All of one block, [num_layers, 2, block_size, num_kv_heads, head_dim]; a view of the pool, in as many pieces
+        as there are layers, times two."""
+        return self._pool[:, :, block_id]
+
     def scales(self, index: int) -> KvScales | None:
         """Of one layer, for the kernels that read and write it; None where numbers are stored as they are."""
         return None if self._scales is None else self._scales[index]

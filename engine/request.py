@@ -34,7 +34,7 @@ class RequestState(Enum):
     OFFERED = "offered"  # decode: prefill holds blocks for it; no blocks here yet
     RECEIVING = "receiving"  # decode: blocks reserved, KV arriving
     RUNNING = "running"  # takes part in steps
-    PREEMPTED = "preempted"  # decode: its blocks were taken for an older one; it will be computed again here
+    PREEMPTED = "preempted"  # decode: its blocks were taken for an older one; it will be computed again, or copied back
     HANDING_OVER = "handing_over"  # prefill: computed, blocks held until decode has the KV
     CLOSING = "closing"  # the terminal word is given; blocks are still lent to a transfer
     ENDED = "ended"  # terminal; owns no blocks

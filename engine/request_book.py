@@ -6,7 +6,7 @@ Knows no torch, socket or clock. A request is in exactly one place:
     neither, while a transfer has it (RECEIVING, HANDING_OVER, CLOSING), or while its blocks are others' (PREEMPTED)
 
 and in `_requests` until its blocks are free again. What a scheduler decides is drained by its worker: `take_outputs` is
-for the gateways, `take_commands` for the thread that moves KV.
+for the gateways, `take_commands` for the thread that moves KV, `take_moves` for the engine before its next step.
 """
 
 import abc
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from engine.block_moves import BlockMove
 from engine.block_pool import BlockPool
 from engine.prefix_hash import BlockNames
 from engine.request import Outgoing, Request, RequestState, ScheduledRow
@@ -48,6 +49,7 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
         self._names: dict[RequestKey, BlockNames] = {}
         self._outputs: list[Outgoing] = []
         self._commands: list[Command] = []
+        self._moves: list[BlockMove] = []
 
     # --- what it holds
 
@@ -95,6 +97,15 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
         """What the thread that moves KV has to do, in order; each is handed out once."""
         commands, self._commands = self._commands, []
         return commands
+
+    def take_moves(self) -> list[BlockMove]:
+        """What has to be moved before the next forward, in order; each is handed out once."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def check_integrity(self) -> None:
+        """Asserts that the blocks of all requests and the free ones make up the pool exactly."""
+        self._pool.check_integrity(self.held_blocks())
 
     # --- events
 
@@ -206,11 +217,11 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
         size = self._pool.block_size
         slots = self._pool.num_used * size
         spare = sum(
-            len(request.block_ids) * size - max(request.num_computed, request.num_prefill)
+            max(0, len(request.block_ids) * size - _num_meant(request))
             for request in self._requests.values()
             if request.block_ids
         )
-        return min(1.0, max(0, spare) / slots) if slots else 0.0
+        return min(1.0, spare / slots) if slots else 0.0
 
     # --- ends
 
@@ -242,3 +253,10 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
         request.move(RequestState.ENDED)
         self._names.pop(request.key, None)
         del self._requests[request.key]
+
+
+def _num_meant(request: Request) -> int:
+    """Tokens whose KV is in the request's blocks, or on its way there."""
+    if request.state is RequestState.RUNNING:  # what one that was preempted had generated is on its way too
+        return request.num_tokens
+    return max(request.num_computed, request.num_prefill)

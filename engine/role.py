@@ -43,7 +43,7 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
         return len(self._book) == 0
 
     def check_integrity(self) -> None:
-        self._engine.pool.check_integrity(self._book.held_blocks())
+        self._book.check_integrity()
 
     def load(self) -> Load:
         return msgspec.structs.replace(self._book.load(), kv_traffic=self._kv_traffic())
@@ -72,12 +72,15 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
         now = self._clock()
         self._book.expire(now)
         rows = self._book.schedule(now)
+        moves = self._book.take_moves()
+        if moves:
+            self._engine.mover.carry_out(moves)
         self._carry_out_all()  # what has been admitted is offered before its KV is computed, not a step later
-        if not rows:
-            return False
-        sampled = self._compute(rows)
+        sampled = self._compute(rows) if rows else []
+        if moves:  # blocks may be granted to a transfer from here on
+            self._engine.mover.settle()
         self._book.complete(rows, sampled, self._clock())
-        return True
+        return bool(rows)
 
     def _carry_out_all(self) -> None:
         for command in self._book.take_commands():

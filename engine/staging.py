@@ -54,6 +54,11 @@ class Lane(Protocol):
         """What has been asked of the lane so far."""
         ...
 
+    def hold_back(self, event: Any) -> None:
+        """What is asked of the computation from here on waits until the lane has come to `event`. Called, like `mark`,
+        on the computation's thread."""
+        ...
+
 
 class LentBuffers:
     """Host buffers that go to the sockets. Each comes back when nobody refers to it any more: a socket that sends

@@ -163,6 +163,8 @@ class WorkerCollector(Collector):
         yield _gauge("kv_blocks", "Blocks of the KV pool.", workers, lambda w: w.load.num_blocks)
         yield _gauge("kv_free_blocks", "Free blocks of the KV pool.", workers, lambda w: w.load.num_free_blocks)
         yield _gauge("kv_waste_perc", "Part of used blocks that holds no token.", workers, lambda w: w.load.kv_waste)
+        yield _gauge("swap_blocks", "KV blocks of the host's memory.", workers, lambda w: w.load.swap.num_blocks)
+        yield _gauge("swap_free_blocks", "Free ones of these.", workers, lambda w: w.load.swap.num_free)
         for name, text, value in _WORKER_COUNTS:
             yield _count(name, text, workers, value)
         for name, (field, text) in _TRAFFIC.items():
@@ -171,6 +173,9 @@ class WorkerCollector(Collector):
 
 _WORKER_COUNTS: Final[tuple[tuple[str, str, Callable[[Worker], int]], ...]] = (
     ("num_preemptions", "Requests that lost their blocks to others.", lambda w: w.load.num_preemptions),
+    ("swapped_out_blocks", "KV blocks that went to the host's memory.", lambda w: w.load.swap.num_out),
+    ("swapped_in_blocks", "KV blocks that came back from there.", lambda w: w.load.swap.num_in),
+    ("swap_refusals", "Preemptions without room there: computed again.", lambda w: w.load.swap.num_refused),
     ("prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda w: w.load.prefix_queries),
     ("prefix_cache_hits", "Tokens found in the prefix cache.", lambda w: w.load.prefix_hits),
     ("prefix_cache_evictions", "Blocks whose contents made room.", lambda w: w.load.prefix_evictions),

@@ -167,6 +167,17 @@ class KvTraffic(Part, frozen=True):
     num_resends: Count = 0
 
 
+class SwapLoad(Part, frozen=True):
+    """The host's memory for KV of preempted requests, in blocks. Since the worker's start: `num_out` blocks went there,
+    `num_in` came back, and `num_refused` requests found no room."""
+
+    num_blocks: Count = 0
+    num_free: Count = 0
+    num_out: Count = 0
+    num_in: Count = 0
+    num_refused: Count = 0
+
+
 class Load(Part, frozen=True):
     """A snapshot for routing and metrics; counters run from the worker's start.
 
@@ -185,6 +196,7 @@ class Load(Part, frozen=True):
     prefix_hits: Count = 0
     prefix_evictions: Count = 0
     kv_traffic: KvTraffic = KvTraffic()
+    swap: SwapLoad = SwapLoad()
 
 
 # --- a request -------------------------------------------------------------------------------------

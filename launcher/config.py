@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from decode.config import DecodeConfig
+from decode.config import DecodeConfig, check_swap
 from engine.config import DEFAULT_MODEL, EngineConfig
 from gateway.config import GatewayConfig, check_admin
 from kvtransfer.addresses import check_host
@@ -106,6 +106,9 @@ class ServeConfig(Settings):
     max_num_seqs: int = setting(
         64, "Most requests in one batch of a worker.", group="batching and memory", ge=1, le=65536
     )
+    max_num_partial_prefills: int | None = like(EngineConfig, "max_num_partial_prefills")
+    preemption_mode: str = like(DecodeConfig, "preemption_mode")
+    swap_space: float | None = like(DecodeConfig, "swap_space")
     block_size: int = setting(16, "Tokens in one block of a KV pool.", group="batching and memory", ge=1, le=1024)
     enable_prefix_caching: bool = like(EngineConfig, "enable_prefix_caching")
     scheduling_policy: str = like(EngineConfig, "scheduling_policy")
@@ -133,6 +136,7 @@ class ServeConfig(Settings):
         super().__post_init__()
         check_host("--host", self.host)
         check_admin(self.host, self.enable_admin, self.api_key, self.admin_key)
+        check_swap(self.preemption_mode, self.swap_space)
         if self.kv_link is not None:
             LinkSpec.parse(self.kv_link)
         if self.is_colocated and self.default_mode == "disaggregated":

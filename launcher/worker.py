@@ -48,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         keys = load_keys(config.curve_dir, config.key_name, config.own_id)
         listener = _listen(config, keys, config.first_role)
         engine = assemble(
-            config, resolve_model(config.model), config.most_batched_tokens, record_decode=not config.enforce_eager
+            config,
+            resolve_model(config.model),
+            config.most_batched_tokens,
+            record_decode=not config.enforce_eager,
+            swap_gib=config.as_decode().swap_gib,
         )
         settle_memory()
         return _Roles(config, engine, keys).run(config.first_role, listener)

@@ -52,6 +52,8 @@ class WorkerConfig(EngineConfig):
     insecure: bool = like(DecodeConfig, "insecure")
     kv_window_mib: int = like(DecodeConfig, "kv_window_mib")
     max_num_prefill_tokens: int = like(DecodeConfig, "max_num_prefill_tokens")
+    preemption_mode: str = like(DecodeConfig, "preemption_mode")
+    swap_space: float | None = like(DecodeConfig, "swap_space")
     enforce_eager: bool = like(DecodeConfig, "enforce_eager")
 
     def __post_init__(self) -> None:

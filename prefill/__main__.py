@@ -57,6 +57,7 @@ def build(config: PrefillConfig, engine: Engine, keys: CurveKeys | None, *, can_
         max_num_seqs=config.max_num_seqs,
         max_model_len=engine.max_model_len,
         queue_timeout=config.queue_timeout_s,
+        max_num_partial_prefills=config.max_num_partial_prefills,
     )
     scheduler = PrefillScheduler(engine.pool, config.queue_rules, limits, engine.eos_token_ids)
     staged = StagedSource(engine, scheduler, CudaLane(engine.device)) if engine.device.type == "cuda" else None

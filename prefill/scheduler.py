@@ -19,6 +19,9 @@ A step's token budget is shared so that nobody starves and short prompts do not 
 
 A prompt's first token comes at the end of the step that completes it, so such a step is filled only up to the half
 with prompts that are longer than a whole step.
+
+With a limit on prompts that are begun and not done, one more begins only in a step that completes it, and the share of
+the oldest goes to the oldest that is begun, until a place is free: the oldest of all is the next to take it.
 """
 
 from collections.abc import Sequence
@@ -41,12 +44,14 @@ steps would give first tokens sooner, but leave a GPU idle."""
 
 @dataclass(frozen=True)
 class PrefillLimits:
-    """Tokens a step, requests computed at once, tokens a request; seconds to wait for room here."""
+    """Tokens a step, requests computed at once, tokens a request; seconds to wait for room here; prompts that are begun
+    and not done at once (None: as many as there are)."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
     queue_timeout: float
+    max_num_partial_prefills: int | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -126,7 +131,8 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
     def schedule(self, now: float) -> list[ScheduledRow]:
         """The next step's rows, at most `max_num_batched_tokens` tokens in all; empty if there is nothing to do."""
         self._admit()
-        rows = share_budget(self._running, self._limits.max_num_batched_tokens)
+        limits = self._limits
+        rows = share_budget(self._running, limits.max_num_batched_tokens, limits.max_num_partial_prefills)
         for row in rows:
             row.request.record(LifetimeEvent.SCHEDULED, now)
         return rows
@@ -192,22 +198,34 @@ def _record_times(request: PrefillJob, times: TransferTimes) -> None:
         request.record(LifetimeEvent.KV_STARTED, times.started_at)
 
 
-def share_budget(running: Sequence[Request], budget: int) -> list[ScheduledRow]:
-    """Splits `budget` tokens over requests (oldest first): a share for the oldest, then shortest remaining first."""
+def share_budget(running: Sequence[Request], budget: int, max_partial: int | None = None) -> list[ScheduledRow]:
+    """Splits `budget` tokens over requests (oldest first): a share for the oldest, then shortest remaining first. At
+    most `max_partial` of them are begun and not done afterwards."""
     if not running:
         return []
-    oldest = running[0]
+    limit = len(running) if max_partial is None else max_partial
+    partial = {request.key for request in running if request.num_computed > request.num_cached}
+    oldest = running[0] if len(partial) < limit else next(request for request in running if request.key in partial)
     reserved = min(oldest.num_uncomputed, max(1, budget // OLDEST_SHARE))
     counts = {oldest.key: reserved}
+    partial.add(oldest.key)
     left, completes = budget - reserved, False
     for request in sorted(running, key=lambda request: request.num_uncomputed):
         missing = request.num_uncomputed - counts.get(request.key, 0)
         if completes and request.num_uncomputed > budget:
             left = min(left, max(0, budget // COMPLETING_SHARE - (budget - left)))
         count = min(missing, left)
-        completes = completes or count == missing
+        if count == missing:
+            completes = True
+            partial.discard(request.key)
+        elif request.key not in partial and len(partial) >= limit:
+            continue
+        elif count:
+            partial.add(request.key)
         counts[request.key] = counts.get(request.key, 0) + count
         left -= count
     return [
-        ScheduledRow(request, request.num_computed, counts[request.key]) for request in running if counts[request.key]
+        ScheduledRow(request, request.num_computed, counts[request.key])
+        for request in running
+        if counts.get(request.key)
     ]

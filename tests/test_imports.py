@@ -42,7 +42,10 @@ SOCKET_FILES = {
     *(f"kvtransfer/{name}.py" for name in ("channel", "curve", "line", "sockets", "zap")),
 }
 PURE_FILES = (
+    "engine/block_moves.py",
     "engine/block_pool.py",
+    "engine/chunk_budget.py",
+    "engine/swap_space.py",
     "engine/prefix_hash.py",
     "engine/request.py",
     "engine/growing_book.py",

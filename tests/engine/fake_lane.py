@@ -46,3 +46,7 @@ class FakeLane:
         self._num_events += 1
         self.log.append(("recorded", self._num_events))
         return FakeEvent(self, self._num_events)
+
+    def hold_back(self, event) -> None:
+        assert not self.is_active, "it is the computation that waits"
+        self.log.append(("held back until", event.number))

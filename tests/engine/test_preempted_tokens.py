@@ -16,6 +16,8 @@ SAMPLINGS = [
 ]
 ROOMY, TIGHT = 200, 11
 """Blocks of 8 tokens: room for all at once, and for little more than the longest one."""
+SOME = 4
+"""Blocks on the host for some of those that lose theirs."""
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +50,30 @@ def test_preemption_and_sharing_change_no_token(two_roles, seed):
     both = two_roles.run_together(specs, TIGHT)
     assert both.token_ids == plain.token_ids
     assert both.num_cached > 0
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+def test_swapping_changes_no_token(two_roles, share_prefixes):
+    """Its slow twin is what computes all of it again."""
+    counts = [0, 0, 0]
+    for seed in range(6):
+        specs = specs_of(random.Random(seed))
+        recomputed = two_roles.run_together(specs, TIGHT, share_prefixes=share_prefixes)
+        swapped = two_roles.run_together(specs, TIGHT, share_prefixes=share_prefixes, swap_blocks=ROOMY)
+        assert swapped.token_ids == recomputed.token_ids
+        assert (recomputed.load.swap.num_out, swapped.load.swap.num_refused) == (0, 0)
+        found = (recomputed.num_preemptions, swapped.load.swap.num_out, swapped.load.swap.num_in)
+        counts = [count + more for count, more in zip(counts, found, strict=True)]
+    assert min(counts) > 0
+    assert (counts[2] == counts[1]) != share_prefixes, "what the prefix cache still has is not copied back"
+
+
+def test_some_swapped_and_some_computed_again_change_no_token(two_roles):
+    counts = [0, 0]
+    for seed in range(4):
+        specs = specs_of(random.Random(seed))
+        plain = two_roles.run_together(specs, ROOMY, share_prefixes=False)
+        mixed = two_roles.run_together(specs, TIGHT, swap_blocks=SOME)
+        assert mixed.token_ids == plain.token_ids
+        counts = [counts[0] + mixed.load.swap.num_in, counts[1] + mixed.load.swap.num_refused]
+    assert min(counts) > 0

@@ -1,8 +1,14 @@
 """Names of block contents: equal prefixes share them, and nothing else does."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.prefix_hash import BlockNames, root_name
+
+EXTRAS = st.dictionaries(
+    st.sampled_from(["cache_salt", "lora", "a", "ab", ""]) | st.text(max_size=4), st.text(max_size=6)
+)
 
 
 class Tokens:
@@ -65,3 +71,35 @@ def test_the_order_of_extras_does_not_count():
 
 def test_block_sizes_give_other_names():
     assert set(names(range(16), block_size=4)).isdisjoint(names(range(16), block_size=8))
+
+
+@given(EXTRAS, EXTRAS)
+def test_other_extras_give_other_names_whatever_they_hold(one, other):
+    """An adapter's id, say, can be one more field: no text in one field passes for another field."""
+    assert (root_name(one) == root_name(other)) == (one == other)
+
+
+@given(st.dictionaries(st.sampled_from("abc"), st.text(max_size=6)), st.text(max_size=6))
+def test_one_field_more_gives_other_names(extras, value):
+    assert root_name({**extras, "one more": value}) != root_name(extras)
+
+
+@given(
+    st.lists(st.integers(0, 2**31 - 1), min_size=8, max_size=8),
+    st.lists(st.integers(0, 2**31 - 1), min_size=8, max_size=8),
+)
+def test_other_tokens_give_other_names(one, other):
+    ours, theirs = names(one), names(other)
+    assert (ours[0] == theirs[0]) == (one[:4] == other[:4])
+    assert (ours[1] == theirs[1]) == (one == other)
+
+
+def test_a_salt_cannot_pass_for_the_tokens_of_a_parent():
+    first, _ = names(range(8))
+    for salt in (first.hex(), first.decode("latin-1"), "".join(map(chr, range(4)))):
+        assert names(range(4, 8), {"cache_salt": salt})[0] != names(range(8))[1]
+        assert root_name({"cache_salt": salt}) != first
+
+
+def test_a_name_has_128_bits():
+    assert {len(name) for name in [root_name({}), *names(range(8))]} == {16}

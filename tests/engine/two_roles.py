@@ -6,12 +6,14 @@ from pathlib import Path
 
 from decode.scheduler import DecodeJob, DecodeLimits, DecodeScheduler
 from engine.assembly import Engine, assemble
+from engine.block_mover import HostBlocks
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.request import RequestState
 from engine.request_book import QueueRules
+from engine.swap_space import SwapSpace
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import DecodeTarget, EndReason, RequestSpec
+from kvtransfer.messages import DecodeTarget, EndReason, Load, RequestSpec
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 from prefill.scheduler import PrefillJob, PrefillLimits, PrefillScheduler
 
@@ -32,16 +34,23 @@ class Together:
     """Output tokens of requests that ran together, and what it took."""
 
     token_ids: list[list[int]]
-    num_preemptions: int
-    num_cached: int
+    load: Load
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.load.num_preemptions
+
+    @property
+    def num_cached(self) -> int:
+        return self.load.prefix_hits
 
 
 class TwoRoles:
     """Runs one request after the other, each from prefill to its end on decode."""
 
     def __init__(self, model: Path, *, prefill_block: int = 16, decode_block: int = 8) -> None:
-        self._prefill = _engine(model, prefill_block)
-        self._decode = _engine(model, decode_block)
+        self._prefill = tiny_engine(model, prefill_block)
+        self._decode = tiny_engine(model, decode_block)
         self._eos = self._prefill.eos_token_ids
 
     def run(self, spec: RequestSpec) -> Generated:
@@ -85,11 +94,16 @@ class TwoRoles:
             decode.complete(rows, self._decode.runner.step(rows), 0.0)
         return [item.output for item in decode.take_outputs()]
 
-    def run_together(self, specs: Sequence[RequestSpec], num_blocks: int, *, share_prefixes: bool = True) -> Together:
-        """All of `specs` at once over a decode pool of `num_blocks`; three at most, each as soon as there is room."""
+    def run_together(
+        self, specs: Sequence[RequestSpec], num_blocks: int, *, share_prefixes: bool = True, swap_blocks: int = 0
+    ) -> Together:
+        """All of `specs` at once over a decode pool of `num_blocks`; three at most, each as soon as there is room. What
+        is preempted goes to `swap_blocks` on the host, as far as there is room."""
         limits = DecodeLimits(CHUNK_TOKENS, 3, self._decode.max_model_len, LEASE_S, LEASE_S, LEASE_S)
         pool = BlockPool(num_blocks, self._decode.pool.block_size)
-        decode = DecodeScheduler(pool, QueueRules(len(specs), share_prefixes), limits, self._eos)
+        swap = SwapSpace(swap_blocks, pool.block_size) if swap_blocks else None
+        mover = HostBlocks(self._decode.kv_cache, swap_blocks)
+        decode = DecodeScheduler(pool, QueueRules(len(specs), share_prefixes), limits, self._eos, swap)
         jobs = [DecodeJob(spec=spec, gateway="test", peer=("prefill-0", "g1")) for spec in specs]
         for job in jobs:
             decode.add(job, 0.0)
@@ -97,11 +111,14 @@ class TwoRoles:
         while len(decode):
             for job in [job for job in jobs if job.state is RequestState.RECEIVING]:
                 self._arrive(decode, job)
-            if rows := decode.schedule(0.0):
+            rows = decode.schedule(0.0)
+            mover.carry_out(decode.take_moves())
+            if rows:
                 decode.complete(rows, self._decode.runner.step(rows), 0.0)
-            pool.check_integrity(decode.held_blocks())
+            decode.check_integrity()
         load = decode.load()
-        return Together([job.output_token_ids for job in jobs], load.num_preemptions, load.prefix_hits)
+        assert (load.kv_usage, load.swap.num_free) == (0.0, swap_blocks)
+        return Together([job.output_token_ids for job in jobs], load)
 
     def _arrive(self, decode: DecodeScheduler, job: DecodeJob) -> None:
         """Computes the job's prompt on the prefill engine, alone, and hands it over."""
@@ -123,6 +140,7 @@ class TwoRoles:
             self._decode.kv_cache.splice(layer, target.block_ids, start, target.num_prefill, key, value)
 
 
-def _engine(model: Path, block_size: int) -> Engine:
+def tiny_engine(model: Path, block_size: int) -> Engine:
+    """A CPU engine in float32 over a pool of 0.01 GiB."""
     config = EngineConfig(model=str(model), dtype="float32", device="cpu", block_size=block_size, kv_cache_gib=0.01)
     return assemble(config, model, CHUNK_TOKENS)

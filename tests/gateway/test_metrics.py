@@ -20,6 +20,7 @@ from kvtransfer.messages import (
     Limits,
     Load,
     Role,
+    SwapLoad,
 )
 from tests.gateway.http_world import ids_of, make_world, saying
 
@@ -152,6 +153,43 @@ def test_workers_are_read_when_metrics_are():
     assert values_of(metrics)["kvsplice:worker_capable" + labels] == 0
     workers.clear()
     assert "kvsplice:num_requests_running" + labels not in values_of(metrics)
+
+
+def test_what_memory_holds_and_what_came_of_it_is_read_by_worker():
+    load = Load(
+        num_running=1,
+        num_waiting=0,
+        kv_usage=0.5,
+        num_blocks=8,
+        num_free_blocks=4,
+        kv_waste=0.03,
+        num_preemptions=5,
+        prefix_queries=60,
+        prefix_hits=40,
+        prefix_evictions=6,
+        swap=SwapLoad(num_blocks=9, num_free=7, num_out=11, num_in=10, num_refused=2),
+    )
+    metrics = Metrics()
+    metrics.watch_workers(lambda: [worker_of(Role.DECODE, "d0", load)], lambda: ())
+    values, labels = values_of(metrics), '{role="decode",worker="d0"}'
+    assert {name: values[f"kvsplice:{name}{labels}"] for name in MEMORY_METRICS} == MEMORY_METRICS
+
+
+MEMORY_METRICS = {
+    "kv_cache_usage_perc": 0.5,
+    "kv_blocks": 8,
+    "kv_free_blocks": 4,
+    "kv_waste_perc": 0.03,
+    "num_preemptions_total": 5,
+    "prefix_cache_queries_total": 60,
+    "prefix_cache_hits_total": 40,
+    "prefix_cache_evictions_total": 6,
+    "swap_blocks": 9,
+    "swap_free_blocks": 7,
+    "swapped_out_blocks_total": 11,
+    "swapped_in_blocks_total": 10,
+    "swap_refusals_total": 2,
+}
 
 
 def test_what_became_of_kv_is_counted_by_worker():

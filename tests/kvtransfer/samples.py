@@ -38,6 +38,7 @@ from kvtransfer.messages import (
     Role,
     SamplingParams,
     StepOutput,
+    SwapLoad,
     SwitchRole,
     Welcome,
 )
@@ -83,7 +84,13 @@ FROM_WORKER = (
         shares_prefixes=False,
         can_switch=True,
     ),
-    Heartbeat("g2", 4, 5, Load(1, 2, 0.5, 3, 4, 0.25, 5, 6, 7, 8, KvTraffic(1, 2, 3, 4, 5, 6)), draining=True),
+    Heartbeat(
+        "g2",
+        4,
+        5,
+        Load(1, 2, 0.5, 3, 4, 0.25, 5, 6, 7, 8, KvTraffic(1, 2, 3, 4, 5, 6), SwapLoad(1, 2, 3, 4, 5)),
+        draining=True,
+    ),
     StepOutput("g2", 4, (OUTPUT, RequestOutput("q", 1, 0))),
     Goodbye("g2", "because"),
 )

@@ -3,6 +3,7 @@
 from decode.scheduler import DecodeJob, DecodeLimits, DecodeScheduler
 from engine.block_pool import BlockPool
 from engine.request_book import QueueRules
+from engine.swap_space import SwapSpace
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.messages import DecodeTarget
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
@@ -52,7 +53,7 @@ class Prefill:
         self.check()
 
     def check(self) -> None:
-        self.pool.check_integrity(self.scheduler.held_blocks())
+        self.scheduler.check_integrity()
 
     def check_all_is_empty(self) -> None:
         self.check()
@@ -63,7 +64,7 @@ class Prefill:
 class Decode:
     """A decode scheduler with its pool."""
 
-    def __init__(self, num_blocks=16, block_size=4, pool=None, **limits) -> None:
+    def __init__(self, num_blocks=16, block_size=4, swap_blocks=0, pool=None, **limits) -> None:
         defaults = {
             "max_num_prefill_tokens": 8,
             "max_num_seqs": 4,
@@ -74,7 +75,8 @@ class Decode:
         }
         self.pool = pool or BlockPool(num_blocks, block_size)
         rules, limits = rules_and_limits(defaults | limits)
-        self.scheduler = DecodeScheduler(self.pool, rules, DecodeLimits(**limits), frozenset({EOS}))
+        self.swap = SwapSpace(swap_blocks, block_size) if swap_blocks else None
+        self.scheduler = DecodeScheduler(self.pool, rules, DecodeLimits(**limits), frozenset({EOS}), self.swap)
 
     def add(
         self, request_id="r", num_prompt=4, now=0.0, gateway="gw", offered=True, local=False, **sampling
@@ -104,7 +106,11 @@ class Decode:
         return [row.request.spec.request_id for row in rows]
 
     check = Prefill.check
-    check_all_is_empty = Prefill.check_all_is_empty
+
+    def check_all_is_empty(self) -> None:
+        Prefill.check_all_is_empty(self)
+        swap = self.scheduler.load().swap
+        assert swap.num_free == swap.num_blocks
 
 
 def words_of(world) -> list:

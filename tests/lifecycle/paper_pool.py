@@ -1,5 +1,7 @@
 """A KV pool on paper: each slot holds the tokens that its KV was computed from, so that a wrong or stale one shows."""
 
+from engine.block_moves import Route
+
 
 class PaperPool:
     """The KV of a token is the tuple of all tokens up to it."""
@@ -7,6 +9,14 @@ class PaperPool:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._host: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def carry_out(self, moves) -> None:
+        """What the engine does before a step."""
+        for move in moves:
+            there, here = (self._slots, self._host) if move.route is Route.OUT else (self._host, self._slots)
+            for offset in range(self._block_size):
+                here[move.target, offset] = there.get((move.source, offset), ())
 
     def write(self, job, start: int, stop: int) -> None:
         """Computes, or takes over, the tokens [start, stop) of `job`; all before them must be right."""

@@ -20,12 +20,19 @@ PROMPTS = [[10] * 12, [10] * 7 + [11] * 5, [12] * 12]
 
 
 class DecodeMachine(RuleBasedStateMachine):
+    """What is preempted is computed again."""
+
+    SWAP_BLOCKS = 0
+    MAX_PARTIAL = 1
+
     def __init__(self) -> None:
         super().__init__()
         self.world = Decode(
             num_blocks=6,
             block_size=4,
+            swap_blocks=self.SWAP_BLOCKS,
             max_num_prefill_tokens=MAX_TOKENS,
+            max_num_partial_prefills=self.MAX_PARTIAL,
             max_num_seqs=MAX_SEQS,
             max_waiting=3,
             lease=LEASE,
@@ -88,8 +95,10 @@ class DecodeMachine(RuleBasedStateMachine):
     def step(self, tokens):
         scheduler = self.world.scheduler
         rows = scheduler.schedule(self.now)
+        self.paper.carry_out(scheduler.take_moves())
         assert len(rows) <= MAX_SEQS
         assert sum(row.count for row in rows) <= MAX_TOKENS + MAX_SEQS
+        assert sum(1 for row in rows if not row.samples) <= self.MAX_PARTIAL
         assert len({row.request.key for row in rows}) == len(rows)
         for row in rows:
             assert row.request.state is RequestState.RUNNING
@@ -151,6 +160,7 @@ class DecodeMachine(RuleBasedStateMachine):
             assert bool(job.block_ids) == (request_id in self.granted)
         for request_id in self.ledger.alive:
             assert self.world.scheduler.find((request_id, 0)) is self.jobs[request_id]
+        assert self.world.scheduler.take_moves() == [], "decided outside of a step"
         assert len(self.world.scheduler._waiting) <= 3
         assert self.world.scheduler.num_running <= MAX_SEQS
 
@@ -205,7 +215,22 @@ class DecodeMachine(RuleBasedStateMachine):
             assert len(tokens) <= self.jobs[request_id].sampling.max_tokens
 
 
+class SwappingMachine(DecodeMachine):
+    """What is preempted is copied to the host, all of it."""
+
+    SWAP_BLOCKS = 24
+
+
+class FallingBackMachine(DecodeMachine):
+    """The host has room for some of it, and prompts are computed side by side."""
+
+    SWAP_BLOCKS = 2
+    MAX_PARTIAL = 2
+
+
+ORDERS = settings(max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 TestDecodeMachine = DecodeMachine.TestCase
-TestDecodeMachine.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestSwappingMachine = SwappingMachine.TestCase
+TestFallingBackMachine = FallingBackMachine.TestCase
+for _test in (TestDecodeMachine, TestSwappingMachine, TestFallingBackMachine):
+    _test.settings = ORDERS

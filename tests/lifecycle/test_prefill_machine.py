@@ -17,12 +17,15 @@ PROMPTS = [[10] * 18, [10] * 9 + [11] * 9, [12] * 18]
 
 
 class PrefillMachine(RuleBasedStateMachine):
+    MAX_PARTIAL: int | None = None
+
     def __init__(self) -> None:
         super().__init__()
         self.world = Prefill(
             num_blocks=6,
             block_size=4,
             max_num_batched_tokens=BUDGET,
+            max_num_partial_prefills=self.MAX_PARTIAL,
             max_num_seqs=3,
             max_waiting=3,
             share_prefixes=True,
@@ -78,11 +81,23 @@ class PrefillMachine(RuleBasedStateMachine):
             assert row.request.state is RequestState.RUNNING
             self.paper.write(row.request, row.start, row.stop)
         if rows:
-            least = min(rows[0].request.num_uncomputed, max(1, BUDGET // OLDEST_SHARE))
-            assert rows[0].count >= least, "the oldest starves"
+            self._check_the_oldest(rows)
         scheduler.complete(
             rows, [token if row.samples else None for row, token in zip(rows, tokens, strict=False)], self.now
         )
+        begun = self._begun()
+        assert self.MAX_PARTIAL is None or len(begun) <= self.MAX_PARTIAL
+
+    def _check_the_oldest(self, rows) -> None:
+        """It has its share; without a place for it, the oldest of those that have one."""
+        running, begun = self.world.scheduler._running, self._begun()
+        may_begin = self.MAX_PARTIAL is None or len(begun) < self.MAX_PARTIAL
+        oldest = running[0] if may_begin else begun[0]
+        least = min(oldest.num_uncomputed, max(1, BUDGET // OLDEST_SHARE))
+        assert sum(row.count for row in rows if row.request is oldest) >= least, "the oldest starves"
+
+    def _begun(self) -> list:
+        return [job for job in self.world.scheduler._running if job.num_computed > job.num_cached]
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data())
@@ -161,7 +176,19 @@ class PrefillMachine(RuleBasedStateMachine):
         self.world.check_all_is_empty()
 
 
+class OneByOneMachine(PrefillMachine):
+    """A prompt that is begun is done before another one is begun that takes more than a step."""
+
+    MAX_PARTIAL = 1
+
+
+class TwoByTwoMachine(PrefillMachine):
+    MAX_PARTIAL = 2
+
+
+ORDERS = settings(max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 TestPrefillMachine = PrefillMachine.TestCase
-TestPrefillMachine.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestOneByOneMachine = OneByOneMachine.TestCase
+TestTwoByTwoMachine = TwoByTwoMachine.TestCase
+for _test in (TestPrefillMachine, TestOneByOneMachine, TestTwoByTwoMachine):
+    _test.settings = ORDERS

@@ -55,6 +55,7 @@ class WorldConfig:
     with_checksum: bool
     damage: float  # share of KV frames, until the healing, if anything is to heal; as the next
     loss: float
+    swap_blocks: int  # on the host of a decode worker; 0: what is preempted is computed again
 
     beat_interval: float = 0.5
     gateway_dead_after: float = 2.5
@@ -143,4 +144,5 @@ def draw_config(rng: random.Random) -> WorldConfig:
         with_checksum=damage > 0 or rng.random() < 0.3,
         damage=damage,
         loss=loss,
+        swap_blocks=rng.choice((0, 0, 3, 64)),
     )

@@ -7,6 +7,7 @@ so KV that did not come is found as KV of somebody else.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from engine.block_moves import BlockMove, Route
 from engine.block_pool import BlockPool
 from engine.request import Request, ScheduledRow
 from kvtransfer.messages import Fingerprint, KvLayout
@@ -46,12 +47,44 @@ class HashKvCache:
         slots = self._slots[layer]
         return [slots[slot] for slot in self._own_slots(request, start, stop)]
 
+    def contents(self, block: int) -> list[list[bytes]]:
+        """Of each layer."""
+        return [slots[self._span(block)] for slots in self._slots]
+
+    def replace(self, block: int, contents: Sequence[Sequence[bytes]]) -> None:
+        for slots, entries in zip(self._slots, contents, strict=True):
+            slots[self._span(block)] = entries
+
+    def _span(self, block: int) -> slice:
+        size = self._books.block_size
+        return slice(block * size, (block + 1) * size)
+
     def _own_slots(self, request: Request, start: int, stop: int) -> list[int]:
         size, blocks = self._books.block_size, request.block_ids
         require(stop <= len(blocks) * size, request.key, "tokens up to", stop, "with", len(blocks), "blocks of", size)
         for block in blocks[start // size : (stop - 1) // size + 1]:
             require(request.key in self._books.owners_of(block), request.key, "touches block", block, "of another")
         return [blocks[token // size] * size + token % size for token in range(start, stop)]
+
+
+class HashMover:
+    """Stands for `engine.block_mover.HostBlocks`. Nothing is cleared here either."""
+
+    def __init__(self, kv_cache: HashKvCache, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._kv_cache = kv_cache
+        self._contents = [kv_cache.contents(0)] * num_blocks
+
+    def carry_out(self, moves: Sequence[BlockMove]) -> None:
+        for move in moves:
+            match move.route:
+                case Route.OUT:
+                    self._contents[move.target] = self._kv_cache.contents(move.source)
+                case Route.IN:
+                    self._kv_cache.replace(move.target, self._contents[move.source])
+
+    def settle(self) -> None:
+        pass
 
 
 class HashRunner:
@@ -102,6 +135,7 @@ class HashEngine:
     kv_cache: HashKvCache
     pool: BlockPool
     runner: HashRunner
+    mover: HashMover
     max_model_len: int
     loaded: _Loaded = _Loaded()
 
@@ -126,8 +160,14 @@ class WatchedPool(BlockPool):
 
 
 def make_engine(
-    model: HashModel, num_blocks: int, block_size: int, max_model_len: int, elsewhere: Callable[[], None]
+    model: HashModel,
+    num_blocks: int,
+    block_size: int,
+    max_model_len: int,
+    elsewhere: Callable[[], None],
+    swap_blocks: int = 0,
 ) -> HashEngine:
     pool = WatchedPool(num_blocks, block_size)
     kv_cache = HashKvCache(layout_of(model.num_layers, block_size), pool)
-    return HashEngine(kv_cache, pool, HashRunner(model, kv_cache, elsewhere), max_model_len)
+    mover = HashMover(kv_cache, swap_blocks)
+    return HashEngine(kv_cache, pool, HashRunner(model, kv_cache, elsewhere), mover, max_model_len)

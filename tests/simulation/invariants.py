@@ -223,6 +223,8 @@ class Invariants:
         require(
             pool.num_free == pool.num_blocks, node.title, "has", pool.num_free, "of", pool.num_blocks, "blocks free"
         )
+        load = node.scheduler.load()
+        require(load.swap.num_free == load.swap.num_blocks, node.title, "still has KV on the host")
         self._check_all_ended(node)
 
     def _leftovers(self, node: WorkerNode) -> dict[str, Any]:

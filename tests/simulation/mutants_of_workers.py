@@ -106,6 +106,30 @@ IN_SHARING = (
     ),
 )
 
+IN_SWAPPING = (
+    Mutation(
+        "swapped-not-copied-back",
+        "KV that was kept on the host is taken for present, and is not",
+        "engine.growing_book:GrowingBook._restore",
+        "self._moves += moves",
+        "pass",
+    ),
+    Mutation(
+        "swapped-back-from-the-second",
+        "the first block that the prefix cache lacks is not copied back",
+        "engine.swap_space:SwapSpace.restore",
+        "[first:]",
+        "[first + 1 :]",
+    ),
+    Mutation(
+        "swapped-kept",
+        "what comes back, or ends while it is preempted, keeps its blocks on the host",
+        "engine.swap_space:SwapSpace.drop",
+        "self._pool.free(saved.block_ids, owner=key)",
+        "pass",
+    ),
+)
+
 IN_PREFILL = (
     Mutation(
         "prefill-last-block",

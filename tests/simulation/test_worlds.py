@@ -58,6 +58,7 @@ def test_all_that_may_happen_does_happen():
     wanted = {*Fault, *Climate, *State, "a broken connection", "a lost message", "two gateways"}
     wanted -= {State.WAITING}
     wanted |= {"a damaged frame", "a lost frame", "a resend", "a local prompt"}
+    wanted |= {"swapped out", "swapped in", "no room to swap"}
     for seed in range(MOST_LOOKED_AT):
         _note(World(seed), seen)
         if wanted <= seen.keys():
@@ -100,6 +101,10 @@ def _note(world: World, seen: Counter) -> None:
     seen["a lost frame"] += world.noise.num_lost
     decode = [node for node in world.nodes.values() if isinstance(node, DecodeNode)]
     seen["a resend"] += sum(node.receiver.counts.num_resends for node in decode)
+    loads = [node.scheduler.load() for node in decode]
+    seen["swapped out"] += sum(load.swap.num_out for load in loads)
+    seen["swapped in"] += sum(load.swap.num_in for load in loads)
+    seen["no room to swap"] += sum(load.swap.num_refused for load in loads)
     seen["a local prompt"] += world.invariants.num_local
     seen["two gateways"] += world.config.num_gateways > 1
     for name in [name for name, count in seen.items() if not count]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from decode.config import ROOM_SHARE
 from decode.scheduler import DecodeLimits, DecodeScheduler
 from decode.worker import DecodeRole
+from engine.swap_space import SwapSpace
 from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.frames import TOGETHER_BYTES, FrameOptions
 from kvtransfer.link_name import new_link_name
@@ -78,7 +79,9 @@ class WorkerNode(Process, abc.ABC):
         self.kv_thread = self._thread(self._kv_turn)
         self.inbox = SimMailbox(self.engine_thread.wake, lambda event: watch.worker_takes(self, event))
         num_blocks, block_size = self.pool_size()
-        self.engine = make_engine(model, num_blocks, block_size, config.max_model_len, self._elsewhere)
+        self.engine = make_engine(
+            model, num_blocks, block_size, config.max_model_len, self._elsewhere, config.swap_blocks
+        )
         self.hello = self._introduce()
         role = self._make_role()
         self.links = self._make_links(gateways)
@@ -238,7 +241,8 @@ class DecodeNode(WorkerNode):
             queue_timeout=config.queue_timeout,
             offer_timeout=config.queue_timeout + config.lease,
         )
-        self.scheduler = DecodeScheduler(self.engine.pool, config.queue_rules, limits, self.engine.eos_token_ids)
+        swap = SwapSpace(config.swap_blocks, config.decode_block_size) if config.swap_blocks else None
+        self.scheduler = DecodeScheduler(self.engine.pool, config.queue_rules, limits, self.engine.eos_token_ids, swap)
         self.sink = HashSink(self.engine, self.scheduler, self.model)
         self.listener = SimKvListener(
             self.network, self.host, self.kv_endpoint, config.kv_back_hwm, self.kv_thread.wake
