@@ -3,9 +3,19 @@
 from tests.simulation.mutants_of_control import IN_CONTROL, IN_FAILOVER, IN_GATEWAY
 from tests.simulation.mutants_of_losses import IN_LOSSES
 from tests.simulation.mutants_of_second_lines import SECOND_LINES
-from tests.simulation.mutants_of_workers import IN_DECODE, IN_ENGINE, IN_PREFILL, IN_SHARING
+from tests.simulation.mutants_of_workers import IN_DECODE, IN_ENGINE, IN_GROUPS, IN_PREFILL, IN_SHARING
 
-MUTANTS = (*IN_ENGINE, *IN_SHARING, *IN_PREFILL, *IN_DECODE, *IN_LOSSES, *IN_CONTROL, *IN_GATEWAY, *IN_FAILOVER)
+MUTANTS = (
+    *IN_ENGINE,
+    *IN_SHARING,
+    *IN_GROUPS,
+    *IN_PREFILL,
+    *IN_DECODE,
+    *IN_LOSSES,
+    *IN_CONTROL,
+    *IN_GATEWAY,
+    *IN_FAILOVER,
+)
 ALL = (*MUTANTS, *SECOND_LINES)
 MOST_SEEDS = 600
 """Each of `MUTANTS` is found by one of the first so many seeds."""

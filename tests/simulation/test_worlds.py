@@ -57,7 +57,7 @@ def test_all_that_may_happen_does_happen():
     seen: Counter = Counter()
     wanted = {*Fault, *Climate, *State, "a broken connection", "a lost message", "two gateways"}
     wanted -= {State.WAITING}
-    wanted |= {"a damaged frame", "a lost frame", "a resend", "a local prompt"}
+    wanted |= {"a damaged frame", "a lost frame", "a resend", "a local prompt", "a group", "a copied block"}
     for seed in range(MOST_LOOKED_AT):
         _note(World(seed), seen)
         if wanted <= seen.keys():
@@ -101,6 +101,8 @@ def _note(world: World, seen: Counter) -> None:
     decode = [node for node in world.nodes.values() if isinstance(node, DecodeNode)]
     seen["a resend"] += sum(node.receiver.counts.num_resends for node in decode)
     seen["a local prompt"] += world.invariants.num_local
+    seen["a group"] += world.invariants.num_groups
+    seen["a copied block"] += sum(node.engine.kv_cache.num_copied for node in decode)
     seen["two gateways"] += world.config.num_gateways > 1
     for name in [name for name, count in seen.items() if not count]:
         del seen[name]
