@@ -48,7 +48,9 @@ class Placement:
         waiting = list(flights)
         while waiting:
             route = self._route(waiting[0])
-            part = waiting[: route.max_num_seqs]
+            part = [
+                flight for flight in waiting[: route.max_num_seqs] if flight.num_attempts == waiting[0].num_attempts
+            ]
             if self._start(part, route):
                 del waiting[: len(part)]
 

@@ -9,7 +9,8 @@ values out of range are refused while decoding, so what a handler receives is al
     prefill -> decode    KvHello, KvOffer, KvHeader (+ K frame + V frame), KvFirstToken, KvAbort
     decode  -> prefill   KvWelcome, Refused, KvGrant, KvCredit, KvResend, KvDone, KvRevoke
 
-Every hand-over is named by (request_id, attempt); whatever names an attempt that is over is dropped.
+Every hand-over is named by (request_id, attempt); whatever names an attempt that is over is dropped. Several choices of
+a prompt have one hand-over, named by the first of them; else each is a request like any other.
 
 A link that is cut and comes back may have lost messages without a word. So from Welcome on the messages that matter are
 numbered 1, 2, ... in each direction (StepOutput; PrefillRequest, DecodeRequest, Cancel and ResetPrefixCache together),
