@@ -124,5 +124,6 @@ def test_a_worker_that_dies_costs_no_choice(healthy, role):
                 texts[choice["index"]] += choice["text"]
             if number == 20:
                 healthy.kill(role)
+                wait_until(lambda: not healthy.is_ready(), within_s=10.0, what="the gateway has noticed")
                 healthy.restart(role)
     assert texts == expected
