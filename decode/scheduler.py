@@ -16,17 +16,20 @@ The life of a request here:
 A request without a prefill worker skips 2 to 4: it is admitted in the same order, and its prompt is computed here like
 that of one that was preempted.
 
+Further choices of a prompt follow the one that leads them up to 4, or to the end of the prompt: one KV comes, or is
+computed, for all. With their first tokens they fork and are requests of their own.
+
 Room is kept for none that prefill has not admitted: with both pools nearly full, each side could wait for what the
 other keeps for somebody else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
 from engine.growing_book import GrowingBook
-from engine.request import Outgoing, Request, RequestState, ScheduledRow
+from engine.request import Outgoing, Request, RequestState, ScheduledRow, with_followers
 from engine.request_book import QueueRules
 from engine.stopping import finish_reason
 from engine.swap_space import SwapSpace
@@ -102,6 +105,10 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
         self._limits = limits
         self._eos_token_ids = eos_token_ids
 
+    @property
+    def max_members(self) -> int:
+        return self._limits.max_num_seqs
+
     def offered(self, event: KvOffered, now: float) -> None:
         """Prefill holds blocks for the request; said once."""
         request = self._requests.get(event.key)
@@ -124,7 +131,8 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
         else:
             if event.first_frame_at is not None:
                 request.record(LifetimeEvent.FIRST_FRAME, event.first_frame_at)
-            self._start_running(request, event.first_token_id, now)
+            siblings = {(name, request.spec.attempt): token_id for name, token_id in event.sibling_tokens.items()}
+            self._start_running(request, {**siblings, request.key: event.first_token_id}, now)
 
     def expire(self, now: float) -> None:
         """Ends requests that have waited too long for their offer, or for room."""
@@ -152,11 +160,9 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
     def schedule(self, now: float) -> list[ScheduledRow]:
         """The next step's rows; empty if there is nothing to do."""
         self._readmit()
-        limits = self._limits
-        rows = [
-            *self._token_rows(),
-            *self._chunk_rows(limits.max_num_prefill_tokens, limits.max_num_partial_prefills),
-        ]
+        limits, tokens = self._limits, self._token_rows()
+        chunks = self._chunk_rows(limits.max_num_prefill_tokens, limits.max_num_partial_prefills)
+        rows = with_followers([*tokens, *chunks])
         for row in rows:
             row.request.record(LifetimeEvent.RUNNING, now)
         return rows
@@ -169,15 +175,30 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
             self._computed(row.request, row.stop)
             if token_id is None:
                 continue
+            self._fork(row.request)
+            if row.request.is_over:
+                self._retire(row.request, now)
+                continue
             self._append(row.request, token_id, now)
             if row.request.num_reported < len(row.request.output_token_ids):
                 self._say(row.request, None)
 
-    def _start_running(self, request: DecodeJob, first_token_id: int, now: float) -> None:
+    def _start_running(self, request: DecodeJob, first_tokens: Mapping[RequestKey, int], now: float) -> None:
         request.record(LifetimeEvent.SPLICED, now)
         self._run(request)
         self._computed(request, request.num_prefill)
-        self._append(request, first_token_id, now)
+        for member in (request, *self._fork(request)):
+            if member.is_over:
+                self._retire(member, now)
+            elif member.key in first_tokens:
+                self._append(member, first_tokens[member.key], now)
+            else:
+                self._end(member, EndReason.FAILED, now, "the prefill worker has sent no first token of it")
+
+    def _retire(self, leader: DecodeJob, now: float) -> None:
+        """Its group has the KV now, and nobody waits for itself."""
+        self._unlist(leader)
+        self._release(leader, now)
 
     def _append(self, request: DecodeJob, token_id: int, now: float) -> None:
         request.output_token_ids.append(token_id)
@@ -190,7 +211,8 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
     def _reserve(self, now: float) -> None:
         """Room for those that may have it now, in order; who does not fit holds up all behind it."""
         for request in [request for request in self._waiting if _may_have_room(request)]:
-            if self._preempted or self.num_running >= self._limits.max_num_seqs or not self._admit(request):
+            num_running = self.num_running + request.num_members
+            if self._preempted or num_running > self._limits.max_num_seqs or not self._admit(request):
                 return
             request.record(LifetimeEvent.RESERVED, now)
             if request.peer is None:
@@ -198,13 +220,15 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
             else:
                 request.move(RequestState.RECEIVING)
                 self._commands.append(GrantKv(request))
-            self._say(request, None)
+            for member in (request, *request.followers):
+                if not member.is_over:
+                    self._say(self._requests[member.key], None)
 
     def _admit(self, request: DecodeJob) -> bool:
         """Gives a waiting request its blocks, if they are to be had. What computes here computes one token at least."""
         num_tokens = request.num_prefill
         cached = self._cached_blocks(request, num_tokens - 1 if request.peer is None else num_tokens)
-        if not self._fits(num_tokens, cached):
+        if not self._fits(request, num_tokens, cached):
             return False
         self._waiting.remove(request)
         self._first_blocks(request, num_tokens, cached)

@@ -87,11 +87,13 @@ class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
         if not isinstance(message, DecodeRequest):
             logger.error("gateway %s sent a %s to a decode worker", gateway, type(message).__name__)
             return
-        if self._can_serve(gateway, message.request):
+        if self._can_serve(gateway, message):
             source = message.source
             peer = None if source is None else (source.worker_id, source.generation)
-            job = DecodeJob(spec=message.request, gateway=gateway, peer=peer, witness=self._witness)
-            self._scheduler.add(job, now)
+            job, *followers = [
+                DecodeJob(spec=spec, gateway=gateway, peer=peer, witness=self._witness) for spec in message.specs
+            ]
+            self._scheduler.add(job, now, followers)
 
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         match event:
@@ -106,6 +108,7 @@ class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
         return self._receiver.traffic
 
     def _compute(self, rows: Sequence[ScheduledRow]) -> list[int | None]:
+        self._engine.kv_cache.copy_blocks(self._scheduler.take_copies())
         return self._engine.runner.step(rows)
 
     def _carry_out(self, command: ReceptionCommand) -> None:

@@ -5,7 +5,7 @@ is not this request's alone. Ranges of single fields are held by `kvtransfer.mes
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from engine.errors import RejectedError
 from kvtransfer.messages import RequestSpec, SamplingParams
@@ -28,6 +28,15 @@ def check_spec(
         raise RejectedError(
             f"min_tokens is {spec.sampling.min_tokens}, more than max_tokens, which is {spec.sampling.max_tokens}"
         )
+
+
+def check_group(specs: Sequence[RequestSpec], max_members: int) -> None:
+    """Raises RejectedError if the choices of a group can't run together here. They differ in their ids alone, so what
+    `check_spec` says of one holds for all."""
+    if len({spec.request_id for spec in specs}) < len(specs):
+        raise RejectedError("two choices of the request have the same id")
+    if len(specs) > max_members:
+        raise RejectedError(f"the request has {len(specs)} choices in one group, but {max_members} can run at once")
 
 
 def _check_length(spec: RequestSpec, max_model_len: int) -> None:

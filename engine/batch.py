@@ -5,6 +5,8 @@ Rows of one token come first, so that decode and prefill attention each get one 
     tokens      | d0 | d1 | d2 |  p0 p0 p0 p0  |  p1 p1 p1  |
                 |<-- decode -->|<-------- prefill --------->|
                 0         num_decode                    num_tokens
+
+A row of no tokens draws one more next token from the logits of the row before it.
 """
 
 from array import array
@@ -34,11 +36,7 @@ class Batch:
     prefill: RaggedRows | None  # rows of several tokens
     sample_tokens: torch.Tensor  # [S] int64, the tokens whose logits give a next token
     sample_rows: tuple[int, ...]  # [S] rows that they belong to, ascending
-
-    @property
-    def all_sample(self) -> bool:
-        """Whether every token gives a next one, so that `sample_tokens` names them all in order."""
-        return len(self.sample_rows) == len(self.token_ids)
+    all_sample: bool  # every token gives one next one, so that `sample_tokens` names them all in order
 
     @property
     def num_decode(self) -> int:
@@ -54,6 +52,7 @@ def build_batch(rows: Sequence[ScheduledRow], block_size: int, device: torch.dev
     ordered = [*decode, *prefill]
     last_token = _last_tokens(rows)
     sample_rows = tuple(index for index, row in enumerate(rows) if row.samples)
+    sample_tokens = [last_token[index] for index in sample_rows]
     return Batch(
         token_ids=_to_device(
             torch.tensor([token for row in ordered for token in row.request.token_slice(row.start, row.stop)]), device
@@ -70,8 +69,9 @@ def build_batch(rows: Sequence[ScheduledRow], block_size: int, device: torch.dev
         ),
         decode=_ragged_rows(decode, block_size, device) if decode else None,
         prefill=_ragged_rows(prefill, block_size, device) if prefill else None,
-        sample_tokens=_to_device(torch.tensor([last_token[index] for index in sample_rows], dtype=torch.int64), device),
+        sample_tokens=_to_device(torch.tensor(sample_tokens, dtype=torch.int64), device),
         sample_rows=sample_rows,
+        all_sample=sample_tokens == list(range(sum(row.count for row in rows))),
     )
 
 
@@ -100,6 +100,9 @@ def _joined(first: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
 
 def _check_row(row: ScheduledRow, block_size: int) -> None:
     request = row.request
+    if row.count == 0:
+        assert row.samples, f"request {request.key}: a row of nothing for nothing"
+        return
     assert 0 <= row.start < row.stop <= request.num_tokens, (request.key, row.start, row.stop, request.num_tokens)
     room = len(request.block_ids) * block_size
     assert row.stop <= room, f"request {request.key}: tokens up to {row.stop}, blocks for {room}"
@@ -108,9 +111,11 @@ def _check_row(row: ScheduledRow, block_size: int) -> None:
 def _last_tokens(rows: Sequence[ScheduledRow]) -> list[int]:
     """For each row, where its last token stands in the batch."""
     next_decode, next_prefill = 0, sum(1 for row in rows if row.count == 1)
-    last = []
+    last: list[int] = []
     for row in rows:
-        if row.count == 1:
+        if row.count == 0:
+            last.append(last[-1])
+        elif row.count == 1:
             last.append(next_decode)
             next_decode += 1
         else:

@@ -65,6 +65,10 @@ class BlockPool:
         wanted = blocks_for(num_tokens, self.block_size) - len(shared)
         return wanted <= self.num_free - sum(1 for block_id in shared if block_id not in self._owners)
 
+    def is_shared(self, block_id: int) -> bool:
+        """Whether an owned block has several owners."""
+        return len(self._owners[block_id]) > 1
+
     @property
     def num_used(self) -> int:
         """Blocks that somebody owns."""

@@ -93,6 +93,7 @@ class FixedRows:
             prefill=None,
             sample_tokens=self._counter[:size],
             sample_rows=tuple(range(size)),
+            all_sample=True,
         )
 
     def load(self, batch: Batch, size: int) -> None:

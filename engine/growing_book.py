@@ -12,6 +12,14 @@ computed again.
 
 The first in the order never gives blocks away, so it always gets on, and then the next one is the first. One that needs
 a block and has nobody behind it keeps its own and sits steps out: whoever has the rest is done some day.
+
+Choices of one prompt are computed as one request up to their first tokens. Then they fork: each is a request like any
+other, and all own the prompt's blocks. The last of these, if it is not full, is copied when one of them writes to it
+first (copy on write); who owns it alone by then writes in place:
+
+    leader     | b0 | b1 | b2 p p . . |                  p: the prompt's last tokens
+    fork       | b0 | b1 | b2 p p . . |   owned by all
+    follower   | b0 | b1 | b7 p p x . |   b7: a copy of b2, with its own token
 """
 
 import bisect
@@ -34,11 +42,12 @@ class GrowingBook(RequestBook[Job, Command]):
         super().__init__(pool, rules)
         self._swap = swap
         self._preempted: list[Job] = []  # in the order of their places
+        self._copies: dict[int, int] = {}
         self._num_preemptions = 0
 
     @property
     def num_waiting(self) -> int:
-        return super().num_waiting + len(self._preempted)
+        return super().num_waiting + sum(request.num_members for request in self._preempted)
 
     def load(self) -> Load:
         swap = SwapLoad() if self._swap is None else self._swap.load()
@@ -48,6 +57,12 @@ class GrowingBook(RequestBook[Job, Command]):
         super().check_integrity()
         if self._swap is not None:
             self._swap.check_integrity(request.key for request in self._preempted)
+
+    def take_copies(self) -> dict[int, int]:
+        """Blocks to be filled before the scheduled step runs, each with the block whose contents it gets: all of these
+        are read before any is written."""
+        copies, self._copies = self._copies, {}
+        return copies
 
     # --- rows
 
@@ -69,25 +84,56 @@ class GrowingBook(RequestBook[Job, Command]):
 
     # --- blocks
 
-    def _fits(self, num_tokens: int, cached: list[int]) -> bool:
-        """Whether `num_tokens` fit with one block to spare for each that holds blocks: they grow, and who comes in
-        without that is the first to lose its own to them. Alone, all of the pool will do."""
+    def _fits(self, request: Job, num_tokens: int, cached: list[int]) -> bool:
+        """Whether `num_tokens` fit with one block to spare for each that holds blocks, and for each follower: they
+        grow, and who comes in without that is the first to lose its own to them. Alone, all of the pool will do."""
         size = self._pool.block_size
-        wanted = blocks_for(num_tokens, size) + self.num_running
-        return self._pool.can_fit(wanted * size, shared=cached)
+        wanted = blocks_for(num_tokens, size) + self.num_running + request.num_members - 1
+        return self._pool.can_fit(min(wanted, self._pool.num_blocks) * size, shared=cached)
 
     def _grow(self, request: Job) -> bool:
         """Whether the request has a block for its next token now; one behind it in the order may have lost its own."""
-        if request.num_tokens <= len(request.block_ids) * self._pool.block_size:
-            return True
-        while self._pool.num_free == 0:
-            if self._running[-1] is request:
+        while not self._may_write(request):
+            if self._pool.num_free:
+                self._give_block(request)
+            elif self._running[-1] is request:
                 return False
-            self._preempt(self._running[-1])
-        request.block_ids += self._pool.allocate(1, owner=request.key)
+            else:
+                self._preempt(self._running[-1])
         return True
 
+    def _may_write(self, request: Job) -> bool:
+        """Whether its next token's KV has a place that is nobody else's."""
+        index = (request.num_tokens - 1) // self._pool.block_size
+        return index < len(request.block_ids) and not self._pool.is_shared(request.block_ids[index])
+
+    def _give_block(self, request: Job) -> None:
+        """One more at the end, or a copy of the last one in its place, if others have that too."""
+        [fresh] = self._pool.allocate(1, owner=request.key)
+        if request.num_tokens > len(request.block_ids) * self._pool.block_size:
+            request.block_ids.append(fresh)
+            return
+        shared = request.block_ids[-1]
+        self._copies[fresh] = shared
+        request.block_ids[-1] = fresh
+        self._pool.free([shared], owner=request.key)
+
+    def _fork(self, request: Job) -> list[Job]:
+        """The first tokens are drawn: each follower becomes a request of its own on the leader's blocks."""
+        followers = [self._requests[follower.key] for follower in request.followers]
+        for follower in followers:
+            self._pool.share(request.block_ids, owner=follower.key)
+            follower.block_ids = list(request.block_ids)
+            follower.num_computed = request.num_computed
+            follower.part()
+            self._run(follower)
+            if names := self._names.get(request.key):
+                self._names[follower.key] = names.copy()
+        return followers
+
     def _preempt(self, request: Job) -> None:
+        for block_id in request.block_ids:
+            self._copies.pop(block_id, None)
         self._running.remove(request)
         if self._swap is not None and request.num_computed:
             self._moves += self._swap.save(request.key, request.block_ids, request.num_computed)
@@ -102,7 +148,7 @@ class GrowingBook(RequestBook[Job, Command]):
         while self._preempted:
             request = self._preempted[0]
             cached = self._cached_blocks(request, request.num_tokens - 1)
-            if not self._fits(request.num_tokens, cached):
+            if not self._fits(request, request.num_tokens, cached):
                 return
             self._preempted.pop(0)
             self._take_blocks(request, request.num_tokens, cached)

@@ -6,7 +6,7 @@
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -78,6 +78,7 @@ class KvCache:
                 "lower --kv-cache-gib (CPU) or --gpu-memory-utilization (GPU)"
             ) from error
         self._slots_of = functools.lru_cache(SLOTS_KEPT)(self._make_slots)
+        self._bytes = self._pool.view(torch.uint8)  # not every device copies float8
         # Made once: taking views of a tensor costs microseconds, and a step needs all of them.
         self._layers = [(layer[0], layer[1]) for layer in self._pool]
         self._pools_of = functools.lru_cache(SLOTS_KEPT)(self._make_pools)
@@ -118,6 +119,14 @@ class KvCache:
     def fill(self, value: float) -> None:
         """Overwrites every slot, for instance with NaN to prove that unused ones are never read."""
         self._pool.fill_(value)
+
+    def copy_blocks(self, copies: Mapping[int, int]) -> None:
+        """Gives each block that is a key the contents of its value, K and V of all layers. All are read before any is
+        written."""
+        if not copies:
+            return
+        targets, sources = (torch.tensor(list(blocks)).to(self.device) for blocks in (copies, copies.values()))
+        self._bytes[:, :, targets] = self._bytes[:, :, sources]
 
     def gather(
         self, layer: int, block_ids: Sequence[int], start: int, stop: int, num_layers: int = 1

@@ -11,6 +11,7 @@ its tag and its length, so that no two different sets of extras give the same by
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Protocol
 
 BlockName = bytes
@@ -41,6 +42,12 @@ class BlockNames:
         self._block_size = block_size
         self._root = root_name(extras)
         self._names: list[BlockName] = []
+
+    def copy(self) -> "BlockNames":
+        """For a sequence that has been the same so far."""
+        twin = copy(self)
+        twin._names = list(self._names)
+        return twin
 
     def of(self, tokens: Tokens, num_blocks: int) -> Sequence[BlockName]:
         """Names of the first `num_blocks` blocks, which must be full, and of all that were asked for before."""

@@ -10,6 +10,10 @@ Positions of a request's tokens, and what has been computed of them (KV in the p
     0                        num_computed
 
 What prefill computes and hands over is [0, num_prefill): the prompt, and what earlier attempts have generated.
+
+Choices of one prompt that come together are a group. Until its first tokens are drawn there is one KV for all of it,
+its leader's: the others have no blocks and follow (FOLLOWING). A leader may be over before its group is, because nobody
+waits for it any more; then it goes on as their carrier, without another word.
 """
 
 from collections.abc import Sequence
@@ -26,11 +30,13 @@ class RequestState(Enum):
     prefill:   WAITING -> RUNNING -> HANDING_OVER -> ENDED
     decode:    WAITING -> OFFERED -> RECEIVING -> RUNNING -> ENDED      RUNNING -> PREEMPTED -> RUNNING
     colocated: WAITING -> RUNNING -> ENDED
+    follower:  WAITING -> FOLLOWING -> ENDED, or on decode -> RUNNING as above
 
     A request that ends while a transfer thread may still touch its blocks goes through CLOSING.
     """
 
     WAITING = "waiting"  # no blocks yet
+    FOLLOWING = "following"  # waits for the KV of its group's leader; no blocks of its own
     OFFERED = "offered"  # decode: prefill holds blocks for it; no blocks here yet
     RECEIVING = "receiving"  # decode: blocks reserved, KV arriving
     RUNNING = "running"  # takes part in steps
@@ -42,8 +48,15 @@ class RequestState(Enum):
 
 _MOVES: dict[RequestState, frozenset[RequestState]] = {
     RequestState.WAITING: frozenset(
-        {RequestState.OFFERED, RequestState.RUNNING, RequestState.CLOSING, RequestState.ENDED}
+        {
+            RequestState.FOLLOWING,
+            RequestState.OFFERED,
+            RequestState.RUNNING,
+            RequestState.CLOSING,
+            RequestState.ENDED,
+        }
     ),
+    RequestState.FOLLOWING: frozenset({RequestState.RUNNING, RequestState.ENDED}),
     RequestState.OFFERED: frozenset({RequestState.RECEIVING, RequestState.CLOSING, RequestState.ENDED}),
     RequestState.RECEIVING: frozenset({RequestState.RUNNING, RequestState.CLOSING, RequestState.ENDED}),
     RequestState.RUNNING: frozenset(
@@ -54,6 +67,19 @@ _MOVES: dict[RequestState, frozenset[RequestState]] = {
     RequestState.CLOSING: frozenset({RequestState.ENDED}),
     RequestState.ENDED: frozenset(),
 }
+
+
+_OF_THE_GROUP: frozenset[LifetimeEvent] = frozenset(
+    {
+        LifetimeEvent.SCHEDULED,
+        LifetimeEvent.OFFERED,
+        LifetimeEvent.RESERVED,
+        LifetimeEvent.FIRST_FRAME,
+        LifetimeEvent.SPLICED,
+        LifetimeEvent.RUNNING,  # of a leader that computes its prompt on decode; the others' comes behind the fork
+    }
+)
+"""What happens to a leader happens to its followers. Times of the transfer are one member's to tell: it is one."""
 
 
 class IllegalMoveError(AssertionError):
@@ -67,7 +93,8 @@ class Request:
     `gateway` is the name of the gateway that owns it; `events` holds clock readings in seconds (monotonic). `lent`: a
     transfer's thread may touch its blocks, so they can't be freed before the transfer has ended. `num_cached`: tokens
     whose KV was in the pool already when it was admitted. `arrival`: its number among all that came to this
-    worker. `witness` is told of each event.
+    worker. `witness` is told of each event. `leader`, `followers`: of its group, while that has one KV. `is_over`: its
+    terminal word is given.
     """
 
     spec: RequestSpec
@@ -81,6 +108,9 @@ class Request:
     events: dict[LifetimeEvent, float] = field(default_factory=dict)
     lent: bool = False
     witness: Witness = unwatched
+    leader: "Request | None" = field(default=None, init=False)
+    followers: list["Request"] = field(default_factory=list, init=False)
+    is_over: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.output_token_ids = list(self.spec.output_token_ids)
@@ -119,6 +149,29 @@ class Request:
     def num_uncomputed(self) -> int:
         return self.num_tokens - self.num_computed
 
+    @property
+    def num_members(self) -> int:
+        """Rows that it may need at once: its own, which as a carrier it has too, and those of its followers."""
+        return 1 + len(self.followers)
+
+    def follow(self, leader: "Request") -> None:
+        """Joins a group that has no first token yet."""
+        self.move(RequestState.FOLLOWING)
+        self.leader = leader
+        leader.followers.append(self)
+
+    def part(self) -> None:
+        """Leaves its group: it is over, or has the KV now."""
+        if self.leader is not None:
+            self.events |= self._shared_events()
+            self.leader.followers.remove(self)
+            self.leader = None
+
+    def _shared_events(self) -> dict[LifetimeEvent, float]:
+        if self.leader is None:
+            return {}
+        return {event: at for event, at in self.leader.events.items() if event in _OF_THE_GROUP}
+
     def token_slice(self, start: int, stop: int) -> list[int]:
         """Token ids at positions [start, stop), prompt and output alike."""
         prompt = self.spec.prompt_token_ids[start:stop]
@@ -134,7 +187,7 @@ class Request:
     def readings(self) -> dict[LifetimeEvent, float]:
         """Lifetime readings as they go over the wire: seconds since RECEIVED."""
         start = self.events[LifetimeEvent.RECEIVED]
-        return {event: at - start for event, at in self.events.items()}
+        return {event: at - start for event, at in (self.events | self._shared_events()).items()}
 
     def record(self, event: LifetimeEvent, now: float) -> None:
         """Notes the first time that `event` happened."""
@@ -153,7 +206,9 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class ScheduledRow:
-    """Tokens [start, start + count) of one request in a step. `start` tokens have their KV in the pool already."""
+    """Tokens [start, start + count) of one request in a step. `start` tokens have their KV in the pool already.
+
+    A row of no tokens is a follower's behind the row of its leader: it draws from the same logits."""
 
     request: Request
     start: int
@@ -167,3 +222,15 @@ class ScheduledRow:
     def samples(self) -> bool:
         """Whether the step ends at the request's last known token, so that its logits give the next one."""
         return self.stop == self.request.num_tokens
+
+
+def with_followers(rows: Sequence[ScheduledRow]) -> list[ScheduledRow]:
+    """`rows`, and behind each that ends a group's prompt one of no tokens for each follower."""
+    return [
+        member_row
+        for row in rows
+        for member_row in (
+            row,
+            *(ScheduledRow(follower, row.stop, 0) for follower in row.request.followers if row.samples),
+        )
+    ]

@@ -59,12 +59,21 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
     @property
     def num_waiting(self) -> int:
         """Requests that have no blocks yet."""
-        return len(self._waiting)
+        return self._num_queued
+
+    @property
+    def _num_queued(self) -> int:
+        return sum(request.num_members for request in self._waiting)
+
+    @property
+    @abc.abstractmethod
+    def max_members(self) -> int:
+        """Most choices of one group."""
 
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks, computing or not."""
-        return sum(1 for request in self._requests.values() if request.block_ids)
+        """Requests that hold blocks, computing or not, and those that follow them."""
+        return sum(request.num_members for request in self._requests.values() if request.block_ids)
 
     def load(self) -> Load:
         """What the next heartbeat says of this worker."""
@@ -109,25 +118,33 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
 
     # --- events
 
-    def add(self, request: Job, now: float) -> None:
-        """Queues a request, or ends it at once with OVERLOADED if the queue is full."""
+    def add(self, request: Job, now: float, followers: Sequence[Job] = ()) -> None:
+        """Queues a request with the further choices of its prompt, or ends all with OVERLOADED if the queue is full."""
         if request.key in self._requests:
             return  # a repeated message; the first one is being served
-        request.record(LifetimeEvent.RECEIVED, now)
-        self._num_arrivals += 1
-        request.arrival = self._num_arrivals
-        self._requests[request.key] = request
-        if len(self._waiting) >= self._rules.max_waiting:
+        is_full = self._num_queued >= self._rules.max_waiting
+        self._enter(request, now)
+        for follower in followers:
+            if follower.key not in self._requests:
+                self._enter(follower, now)
+                follower.follow(request)
+        if is_full:
             self._end(request, EndReason.OVERLOADED, now, "the queue of this worker is full")
             return
         bisect.insort(self._waiting, request, key=self._place)
         self._queued(request, now)
 
+    def _enter(self, request: Job, now: float) -> None:
+        request.record(LifetimeEvent.RECEIVED, now)
+        self._num_arrivals += 1
+        request.arrival = self._num_arrivals
+        self._requests[request.key] = request
+
     def cancel(self, key: RequestKey, now: float) -> None:
-        """The gateway no longer wants the request."""
+        """The gateway no longer wants the request; what follows it goes on."""
         request = self._requests.get(key)
-        if request is not None and request.state is not RequestState.CLOSING:
-            self._end(request, EndReason.CANCELLED, now)
+        if request is not None and not request.is_over:
+            self._end_alone(request, EndReason.CANCELLED, now)
 
     def cancel_all_of(self, gateway: str, now: float) -> None:
         """The gateway is gone, and with it everybody who waited."""
@@ -191,6 +208,8 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
         """Admits a request: what is found of its prompt now counts, not what is found of itself after a preemption."""
         self._take_blocks(request, num_tokens, cached)
         request.num_cached = request.num_computed
+        for follower in request.followers:
+            follower.num_cached = request.num_computed
         self._pool.note_lookup(num_tokens, request.num_cached)
 
     def _computed(self, request: Job, num_tokens: int) -> None:
@@ -213,23 +232,44 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
         return names.of(request, num_blocks)
 
     def _waste(self) -> float:
-        """Share of the slots in owned blocks that hold no token and that none is on its way to."""
+        """Share of the slots in owned blocks that hold no token and that none is on its way to; a block that several
+        share counts once, as its fullest owner sees it."""
         size = self._pool.block_size
         slots = self._pool.num_used * size
-        spare = sum(
-            max(0, len(request.block_ids) * size - _num_meant(request))
-            for request in self._requests.values()
-            if request.block_ids
-        )
-        return min(1.0, spare / slots) if slots else 0.0
+        spare: dict[int, int] = {}
+        for request in self._requests.values():
+            filled = _num_meant(request)
+            for index in range(filled // size, len(request.block_ids)):
+                block_id, num_free = request.block_ids[index], size - max(0, filled - index * size)
+                spare[block_id] = min(num_free, spare.get(block_id, num_free))
+        return sum(spare.values()) / slots if slots else 0.0
 
     # --- ends
 
+    def _end_alone(self, request: Job, reason: EndReason, now: float, message: str = "") -> None:
+        """Ends one choice of a group, or a request without one. A leader stays as long as it has followers."""
+        leader = request.leader
+        if request.followers:
+            self._say_end(request, reason, now, message)
+            return
+        self._end(request, reason, now, message)
+        if leader is not None and leader.is_over and not leader.followers:
+            self._end(self._requests[leader.key], reason, now, message)
+
+    def _say_end(self, request: Job, reason: EndReason, now: float, message: str) -> None:
+        """The one place where a request gets its terminal word."""
+        if not request.is_over:
+            request.record(LifetimeEvent.ENDED, now)
+            self._say(request, RequestEnd(reason, message[:MAX_TEXT_CHARS]))
+            request.is_over = True
+
     def _end(self, request: Job, reason: EndReason, now: float, message: str = "") -> None:
-        """The one place where a request gets its terminal word. Blocks on loan come back later, the others now."""
-        request.record(LifetimeEvent.ENDED, now)
-        self._say(request, RequestEnd(reason, message[:MAX_TEXT_CHARS]))
+        """Ends a request and all that follow it. Blocks on loan come back later, the others now."""
         self._unlist(request)
+        for follower in list(request.followers):
+            self._end(self._requests[follower.key], reason, now, message)
+        self._say_end(request, reason, now, message)
+        request.part()
         if request.lent:
             request.move(RequestState.CLOSING)
             self._commands.append(self._stop_transfer(request, reason, message))

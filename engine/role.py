@@ -7,13 +7,22 @@ from typing import Generic
 
 import msgspec
 
-from engine.admission import check_spec
+from engine.admission import check_group, check_spec
 from engine.assembly import Engine
 from engine.errors import RejectedError
 from engine.request import ScheduledRow
 from engine.request_book import Command, Job, RequestBook
 from kvtransfer.faults import Witness, unwatched
-from kvtransfer.messages import Cancel, EndReason, KvTraffic, Load, RequestEnd, RequestOutput, RequestSpec
+from kvtransfer.messages import (
+    Cancel,
+    DecodeRequest,
+    EndReason,
+    KvTraffic,
+    Load,
+    PrefillRequest,
+    RequestEnd,
+    RequestOutput,
+)
 
 
 class EngineRole(abc.ABC, Generic[Job, Command]):
@@ -98,11 +107,12 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
     def _carry_out(self, command: Command) -> None:
         """Passes a decision of the scheduler on to the thread that moves KV."""
 
-    def _can_serve(self, gateway: str, spec: RequestSpec) -> bool:
-        """Whether this worker can ever serve `spec`; if not, its gateway is told why."""
+    def _can_serve(self, gateway: str, message: PrefillRequest | DecodeRequest) -> bool:
+        """Whether this worker can ever serve what is asked; if not, its gateway is told why."""
         try:
+            check_group(message.specs, self._book.max_members)
             check_spec(
-                spec,
+                message.request,
                 vocab_size=self._engine.fingerprint.vocab_size,
                 max_model_len=self._engine.max_model_len,
                 pool_tokens=self._engine.kv_cache.num_tokens,
@@ -110,6 +120,7 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
             )
         except RejectedError as error:
             end = RequestEnd(EndReason.REJECTED, str(error))
-            self._refusals.append((gateway, RequestOutput(spec.request_id, spec.attempt, 0, end=end)))
+            refused = [RequestOutput(spec.request_id, spec.attempt, 0, end=end) for spec in message.specs]
+            self._refusals += [(gateway, output) for output in refused]
             return False
         return True

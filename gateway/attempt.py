@@ -21,6 +21,7 @@ from kvtransfer.messages import (
     RequestOutput,
     RequestSpec,
     Role,
+    Sibling,
 )
 
 _FINISHES = frozenset({EndReason.STOP, EndReason.LENGTH})
@@ -86,6 +87,10 @@ class Attempt:
         """Set once all tokens are known: decode may end before prefill's token is here."""
         return None if self._num_final is None or self.merge.length < self._num_final else self._finish
 
+    def leg_of(self, role: Role) -> Leg:
+        """The part of a worker that it has."""
+        return next(leg for leg in self.legs if leg.role is role)
+
     def leg_on(self, worker: Worker) -> Leg | None:
         """This worker's part, if it has one that is not over."""
         return next((leg for leg in self.active_legs if leg.ref == worker.ref), None)
@@ -111,13 +116,16 @@ class Attempt:
         error = RequestFailedError(f"the {leg.role.value} worker of the request was lost")
         return SetbackError(reason, error, [leg.ref])
 
-    def requests(self, route: Route) -> Iterator[tuple[Leg, PrefillRequest | DecodeRequest]]:
-        """What each worker is told, on the route that the attempt was made for."""
+    def requests(
+        self, route: Route, siblings: tuple[Sibling, ...] = ()
+    ) -> Iterator[tuple[Leg, PrefillRequest | DecodeRequest]]:
+        """What each worker is told, on the route that the attempt was made for; `siblings` are led by this one."""
         if self.prefill is not None:
-            yield self.prefill, PrefillRequest(self.spec, None if route.decode is None else _target(route.decode))
+            target = None if route.decode is None else _target(route.decode)
+            yield self.prefill, PrefillRequest(self.spec, target, siblings=siblings)
         if self.decode is not None:
             source = None if self.prefill is None else PrefillSource(*self.prefill.ref)
-            yield self.decode, DecodeRequest(self.spec, source)
+            yield self.decode, DecodeRequest(self.spec, source, siblings=siblings)
 
     def _on_end(self, leg: Leg, output: RequestOutput, end: RequestEnd) -> None:
         if end.reason in _FINISHES:

@@ -12,8 +12,9 @@ BackendError            an error that has a client-safe text and an HTTP status
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from gateway.gathering import Gathering
 from gateway.modes import Mode
 from kvtransfer.messages import EndReason, SamplingParams
 
@@ -121,10 +122,12 @@ class Backend(Protocol):
         *,
         arrived_at: float,
         note_mode: Callable[[Mode], None] | None = None,
+        gathering: Gathering[Any] | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Dispatches at the first `__anext__` and yields tokens as they come. Closing the iterator (`aclose`) before
         its end cancels the request on all workers. `arrived_at`: when the client's call came, monotonic seconds.
-        `note_mode` is told, before the first token, where the prompt goes.
+        `note_mode` is told, before the first token, where the prompt goes. `gathering`: requests that differ in their
+        choice index alone, and begin together.
         Raises BackendError subclasses, DeadlineExceededError among them: callers need no time limit of their own."""
         ...
 

@@ -4,6 +4,8 @@
     backend.generate --> ChoiceText --+--> buffer, at most N tokens --> next()
     backend.generate --> ChoiceText --+
 
+Choices of one prompt begin together: it is computed once for all of them.
+
 One failure fails the call: the first error comes out of `next`, and leaving the context closes all generators, which
 cancels what still runs. A consumer that lets more than N tokens wait gets SlowReaderError, and what waited is dropped.
 """
@@ -15,11 +17,12 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from gateway.backend import Backend, BackendError, RequestFailedError, Traits
 from gateway.choice_text import ChoiceText, TextDelta, TextRules
 from gateway.errors import ApiError, InternalError, SlowReaderError
+from gateway.gathering import Gathering
 from gateway.metrics import Metrics, RequestTimer
 from gateway.modes import Mode
 from gateway.tokenizer import Tokenizer
@@ -30,12 +33,22 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Choice:
-    """One prompt and how to go on from it."""
+    """One prompt and how to go on from it. Choices of one prompt follow each other and differ in their
+    `sampling.choice_index`, which counts from 0."""
 
     index: int
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     traits: Traits
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt, which counts with its first choice."""
+        return len(self.prompt_token_ids) if self.is_first else 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.sampling.choice_index == 0
 
 
 class ChoiceStreams:
@@ -70,8 +83,11 @@ class ChoiceStreams:
     def start(self, choices: Sequence[Choice], started_at: float) -> Self:
         """Starts all choices; `started_at` is when the call arrived, on the metrics' clock."""
         self._num_running = len(choices)
-        timers = [RequestTimer(self._metrics, started_at, len(choice.prompt_token_ids)) for choice in choices]
-        self._tasks = [asyncio.create_task(self._run(*pair)) for pair in zip(choices, timers, strict=True)]
+        for together in _by_prompt(choices):
+            gathering: Gathering[Any] = Gathering(len(together))
+            for choice in together:
+                timer = RequestTimer(self._metrics, started_at, choice.num_prompt_tokens)
+                self._tasks.append(asyncio.create_task(self._run(choice, timer, gathering)))
         return self
 
     async def __aenter__(self) -> Self:
@@ -98,10 +114,10 @@ class ChoiceStreams:
         self._num_buffered -= len(batch)
         return batch
 
-    async def _run(self, choice: Choice, timer: RequestTimer) -> None:
+    async def _run(self, choice: Choice, timer: RequestTimer, gathering: Gathering[Any]) -> None:
         """One choice to its end; the boundary for whatever goes wrong in it."""
         try:
-            timer.end(await self._produce(choice, timer))
+            timer.end(await self._produce(choice, timer, gathering))
         except asyncio.CancelledError:
             timer.end("abort")
             raise
@@ -122,7 +138,7 @@ class ChoiceStreams:
             if task is not asyncio.current_task():
                 task.cancel()
 
-    async def _produce(self, choice: Choice, timer: RequestTimer) -> str:
+    async def _produce(self, choice: Choice, timer: RequestTimer, gathering: Gathering[Any]) -> str:
         text = ChoiceText(choice.index, choice.prompt_token_ids, self._tokenizer, self._rules)
         tokens = self._backend.generate(
             choice.prompt_token_ids,
@@ -130,10 +146,11 @@ class ChoiceStreams:
             choice.traits,
             arrived_at=timer.started_at,
             note_mode=self._note_mode,
+            gathering=gathering,
         )
         async with aclosing(tokens):
             async for delta in tokens:
-                self.num_cached += delta.num_cached
+                self.num_cached += delta.num_cached if choice.is_first else 0
                 batch = text.push(delta)
                 timer.on_tokens(sum(piece.num_tokens for piece in batch))
                 self._put(batch)
@@ -155,3 +172,13 @@ class ChoiceStreams:
         self._batches.append(batch)
         self._num_buffered += len(batch)
         self._changed.set()
+
+
+def _by_prompt(choices: Sequence[Choice]) -> list[list[Choice]]:
+    """The choices of each prompt."""
+    groups: list[list[Choice]] = []
+    for choice in choices:
+        if choice.is_first:
+            groups.append([])
+        groups[-1].append(choice)
+    return groups

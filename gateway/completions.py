@@ -4,6 +4,7 @@ from typing import Final
 
 from gateway.answers import CompletionShape
 from gateway.asgi import Receive, Scope, Send
+from gateway.errors import InvalidFieldError
 from gateway.generation import Call
 from gateway.mode_header import asked_mode
 from gateway.modes import Mode
@@ -16,7 +17,7 @@ DEFAULT_MAX_TOKENS: Final = 16
 
 
 class CompletionsEndpoint:
-    """An ASGI application. Each prompt of the request is one choice of the answer."""
+    """An ASGI application. Choices of the answer are those of the first prompt, then those of the second, and so on."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -32,6 +33,7 @@ class CompletionsEndpoint:
         service = self._service
         service.check_model(request.model)
         service.check_generation(request)
+        _check_best_of(request)
         prompts = split_prompts(request.prompt, service.settings.max_prompts)
         max_model_len = service.max_model_len(mode)
         encoded = await service.prompts.encode(
@@ -46,3 +48,13 @@ class CompletionsEndpoint:
             started_at=started_at,
             mode=mode,
         )
+
+
+def _check_best_of(request: CompletionRequest) -> None:
+    """Choices are not ranked here, so there can't be more of them than the answer has."""
+    if request.best_of is None:
+        return
+    if request.best_of < request.n:
+        raise InvalidFieldError(f"best_of: {request.best_of} is less than n, which is {request.n}", param="best_of")
+    if request.best_of > request.n:
+        raise InvalidFieldError("best_of: more than n is not supported by this server; leave it out", param="best_of")

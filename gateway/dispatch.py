@@ -1,8 +1,10 @@
 """Runs requests on the workers. The life of one request:
 
 1. `generate` checks the request and makes its id; `Placement` picks a prefill worker P and a decode worker D; or D
-   alone, which then computes the prompt itself, and what is said of P does not apply.
-2. PrefillRequest goes to P and DecodeRequest to D in the same breath. With `max_tokens` 1 only P gets it.
+   alone, which then computes the prompt itself, and what is said of P does not apply. Choices of one prompt are
+   requests that wait for each other here (`gateway.gathering`) and go to the same workers.
+2. PrefillRequest goes to P and DecodeRequest to D in the same breath, one of each for all choices of a prompt. With
+   `max_tokens` 1 only P gets it.
 3. Outputs of both are merged by index into one sequence, which waits in a bounded stream for the consumer. P's token is
    held back until D has room for the request (of a long prompt it says so long before, unless it has none).
 4. P hands over (no news for the client), D goes on to the end; or P's first token is the last, and D is cancelled.
@@ -29,6 +31,7 @@ from gateway.cluster import Cluster, Departure
 from gateway.failover import Failover, FailoverSettings
 from gateway.flight import Deadlines, Flight
 from gateway.flights import Flights
+from gateway.gathering import Gathering
 from gateway.held_prefixes import BlockChain
 from gateway.modes import Mode, ModeRules
 from gateway.observer import Audience, DispatchObserver, KvHandover
@@ -146,10 +149,13 @@ class Dispatcher(Backend):
         *,
         arrived_at: float,
         note_mode: Callable[[Mode], None] | None = None,
+        gathering: Gathering[Flight] | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
-        flight = self._admit(tuple(prompt_token_ids), sampling, traits, arrived_at)
+        gathering = gathering or Gathering(1)
+        with gathering.one_fate():
+            flight = self._admit(tuple(prompt_token_ids), sampling, traits, arrived_at)
         try:
-            self._placement.launch(flight)
+            await gathering.join(flight, self._launch)
             if note_mode is not None and flight.first_mode is not None:
                 note_mode(flight.first_mode)
             while True:
@@ -167,14 +173,19 @@ class Dispatcher(Backend):
         if not all(told):
             raise UnavailableError("a worker could not be told")
 
+    def _launch(self, flights: Sequence[Flight]) -> None:
+        """The first attempts of requests with one prompt. Raises BackendError."""
+        limit = self._settings.max_in_flight
+        if self.in_flight + len(flights) > limit:
+            raise OverloadedError(f"{self.in_flight} requests are running, and {limit} may; try again later")
+        self._placement.launch(flights)
+
     def _admit(self, prompt: tuple[int, ...], sampling: SamplingParams, traits: Traits, arrived_at: float) -> Flight:
-        """A request that may be dispatched. Raises BackendError."""
+        """A request that can be served. Raises BackendError."""
         status, vocab_size = self.status(traits.mode), self._cluster.vocab_size
         if status.max_model_len is None or vocab_size is None:
             raise UnavailableError("; ".join(status.reasons))
         check_request(prompt, sampling, vocab_size=vocab_size, max_model_len=status.max_model_len)
-        if self.in_flight >= self._settings.max_in_flight:
-            raise OverloadedError(f"{self.in_flight} requests are running, which is the limit; try again later")
         now, settings = self._clock(), self._settings
         return Flight(
             request_id=uuid.uuid4().hex,

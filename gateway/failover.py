@@ -19,7 +19,8 @@ from gateway.worker import WorkerRef
 from kvtransfer.errors import SettingsError
 
 SAME_WORKER_DELAY_S: Final = 0.25
-"""Before the first retry on workers that there has been trouble with; doubles with each further one."""
+"""Before the first retry on workers that there has been trouble with; doubles with each further one, up to the next."""
+LONGEST_DELAY_S: Final = 2.0
 
 
 class RetryReason(Enum):
@@ -94,7 +95,8 @@ class Failover:
         """Whether the next attempt may begin on workers that are there; `elsewhere`: none of them is a suspect."""
         if elsewhere:
             return True
-        return not self._only_elsewhere and now >= self._since + SAME_WORKER_DELAY_S * 2 ** (self.num_retries - 1)
+        delay = min(LONGEST_DELAY_S, SAME_WORKER_DELAY_S * 2 ** (self.num_retries - 1))
+        return not self._only_elsewhere and now >= self._since + delay
 
     def refusal(self, *, elsewhere: bool) -> BackendError | None:
         """The error of a request that was turned away and has no other worker to go to."""

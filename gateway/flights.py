@@ -6,9 +6,9 @@ that still has it. One that has lost an attempt and may have another waits here,
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from gateway.attempt import Leg
+from gateway.attempt import Attempt, Leg
 from gateway.backend import BackendError, OverloadedError, RequestFailedError
 from gateway.failover import SetbackError
 from gateway.flight import Flight, FlightState
@@ -25,6 +25,7 @@ from kvtransfer.messages import (
     RequestKey,
     RequestOutput,
     Role,
+    Sibling,
 )
 
 logger = logging.getLogger(__name__)
@@ -59,23 +60,40 @@ class Flights:
         """Requests that no worker has, oldest first."""
         return tuple(flight for flight in self._flights.values() if flight.state is FlightState.WAITING)
 
-    def start(self, flight: Flight, route: Route) -> Leg | None:
-        """Begins the next attempt of a request and tells its workers. Returns the leg whose worker can't be reached,
-        and then the request still waits; None if all are told."""
-        self._flights[flight.request_id] = flight
-        attempt = flight.begin(route, self._clock())
+    def start(self, flights: Sequence[Flight], route: Route) -> Leg | None:
+        """Begins the next attempt of a request, or the first one of several choices of a prompt, and tells its workers.
+        Returns the leg whose worker can't be reached, and then all of them still wait; None if all are told."""
+        now = self._clock()
+        attempt, *_ = [self._begin(flight, route, now) for flight in flights]
         for worker in route.workers:
             self.held.meet(worker)
-        for leg, message in attempt.requests(route):
-            leg.active = self._send(leg.worker_id, message)
-            if not leg.active:
-                self._recall(flight)
-                flight.move(FlightState.WAITING)
+        siblings = tuple(Sibling(flight.request_id, flight.sampling.choice_index) for flight in flights[1:])
+        for leg, message in attempt.requests(route, siblings):
+            if not self._send(leg.worker_id, message):
+                for flight in flights:
+                    self._recall(flight)
+                    flight.move(FlightState.WAITING)
                 return leg
-            self.book.add(leg.worker_id, flight.request_id, self._num_booked(flight, leg))
+            for flight in flights:
+                self._book_in(flight, leg.role, leads=flight is flights[0])
+        for flight in flights:
+            self._tell_retry(flight)
+        return None
+
+    def _tell_retry(self, flight: Flight) -> None:
         if reason := flight.failover.begun():
             self._audience.tell(lambda observer: observer.on_retry(reason))
-        return None
+
+    def _begin(self, flight: Flight, route: Route, now: float) -> Attempt:
+        self._flights[flight.request_id] = flight
+        return flight.begin(route, now)
+
+    def _book_in(self, flight: Flight, role: Role, *, leads: bool) -> None:
+        """A worker has been told of the request. Of several choices the first has the prompt for all of them."""
+        assert flight.attempt is not None, f"request {flight.request_id} has not begun"
+        leg = flight.attempt.leg_of(role)
+        leg.active = True
+        self.book.add(leg.worker_id, flight.request_id, self._num_booked(flight, leg, leads=leads))
 
     def on_output(self, worker: Worker, output: RequestOutput) -> None:
         """Takes a worker's output. The exception boundary of one request: a bug in here is that request's loss."""
@@ -166,10 +184,12 @@ class Flights:
         if delta.finish is not None:
             self.end(flight, finish=delta.finish)
 
-    def _num_booked(self, flight: Flight, leg: Leg) -> int:
+    def _num_booked(self, flight: Flight, leg: Leg, *, leads: bool) -> int:
         """Tokens that a request will hold on decode, or that prefill probably has to compute for it."""
         if leg.role is Role.DECODE:
-            return flight.num_total
+            return flight.num_total if leads else flight.sampling.max_tokens
+        if not leads:
+            return 0
         return len(flight.known_tokens) - self.held.num_held(leg.ref, flight.chain, flight.known_tokens)
 
     def _learn(self, flight: Flight, leg: Leg, output: RequestOutput) -> None:

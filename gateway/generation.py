@@ -1,6 +1,6 @@
 """The life of one generating call, from its checked request to the last byte of its answer.
 
-1. `Generation.answer` starts one backend request a prompt, all at once (`gateway.choices`).
+1. `Generation.answer` starts one backend request for each choice of each prompt, all at once (`gateway.choices`).
 2. Not streamed: texts are gathered, then sent as one JSON answer.
    Streamed: the first token decides. What fails before it is an ordinary HTTP error; from then on the answer is a
    200 with events, and a failure is one error event in place of `[DONE]`.
@@ -190,4 +190,4 @@ def _envelope(call: Call) -> Envelope:
 
 
 def _usage(call: Call) -> Usage:
-    return Usage(num_prompt=sum(len(choice.prompt_token_ids) for choice in call.choices))
+    return Usage(num_prompt=sum(choice.num_prompt_tokens for choice in call.choices))

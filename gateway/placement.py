@@ -42,11 +42,17 @@ class Placement:
         self._drop = drop
         self._clock = clock
 
-    def launch(self, flight: Flight) -> None:
-        """The first attempt. Raises UnavailableError if there is nobody for it: a client is told so, and does not
-        wait."""
-        while not self._start(flight, self._route(flight)):
-            pass
+    def launch(self, flights: Sequence[Flight]) -> None:
+        """The first attempts of requests with one prompt: together, or in as few parts as may run at once on a worker.
+        Raises UnavailableError if there is nobody for one of them: a client is told so, and does not wait."""
+        waiting = list(flights)
+        while waiting:
+            route = self._route(waiting[0])
+            part = [
+                flight for flight in waiting[: route.max_num_seqs] if flight.num_attempts == waiting[0].num_attempts
+            ]
+            if self._start(part, route):
+                del waiting[: len(part)]
 
     def place_waiting(self) -> None:
         """The next attempt of each request for which there are workers by now. The exception boundary of one request:
@@ -69,11 +75,11 @@ class Placement:
             elif route is None or not flight.failover.may_start(self._clock(), elsewhere=elsewhere):
                 return
             else:
-                self._start(flight, route)
+                self._start([flight], route)
 
-    def _start(self, flight: Flight, route: Route) -> bool:
+    def _start(self, flights: Sequence[Flight], route: Route) -> bool:
         """False if one of the workers can't be reached; it is given up."""
-        lost = self._flights.start(flight, route)
+        lost = self._flights.start(flights, route)
         if lost is not None:
             self._drop(lost.worker_id, UNREACHABLE)
         return lost is None

@@ -58,6 +58,11 @@ class Route:
     def workers(self) -> tuple[Worker, ...]:
         return tuple(worker for worker in (self.prefill, self.decode) if worker is not None)
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests that all of its workers can run at once."""
+        return min(worker.limits.max_num_seqs for worker in self.workers)
+
     def num_suspects(self, suspects: AbstractSet[WorkerRef]) -> int:
         return sum(worker.ref in suspects for worker in self.workers)
 

@@ -22,7 +22,7 @@ def check_sampling_ids(request: GenerationRequest, num_ids: int) -> None:
 def sampling_for(
     request: GenerationRequest, *, num_prompt: int, max_model_len: int, default_max_tokens: int, seed: int
 ) -> SamplingParams:
-    """Parameters for one prompt of `num_prompt` tokens, fewer than `max_model_len`.
+    """Parameters for the first choice of one prompt of `num_prompt` tokens, fewer than `max_model_len`.
 
     Without a `max_tokens`, the output may have `default_max_tokens` or what the model has room for. Raises
     ContextLengthError, InvalidFieldError.

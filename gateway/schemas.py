@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from gateway.validation import FieldRules
-from kvtransfer.messages import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOKEN_ID
+from kvtransfer.messages import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOKEN_ID
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 512
@@ -19,6 +19,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOPS)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
+NumChoices = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)]
 MaxTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
 TemplateValue = str | int | float | bool
 Bias = dict[TokenId, Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]]
@@ -36,10 +37,12 @@ class StreamOptions(Fields, frozen=True, kw_only=True):
 
 
 class GenerationRequest(Fields, frozen=True, kw_only=True):
-    """What completions and chats have in common. `top_k`: 0 or -1 is off. `cache_salt`: KV is shared only among
-    requests with the same one. `priority`: the smaller, the sooner, where workers schedule by it."""
+    """What completions and chats have in common. `n`: choices of each prompt. `top_k`: 0 or -1 is off. `cache_salt`: KV
+    is shared only among requests with the same one. `priority`: the smaller, the sooner, where workers schedule by it.
+    """
 
     model: str | None = None
+    n: NumChoices = 1
     max_tokens: MaxTokens | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
@@ -71,9 +74,10 @@ class GenerationRequest(Fields, frozen=True, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
-    """`prompt`: text, token ids, or a list of either."""
+    """`prompt`: text, token ids, or a list of either. `best_of`: `n`, which is what it is without."""
 
     prompt: str | list[TokenId | str | list[TokenId]]
+    best_of: NumChoices | None = None
     add_special_tokens: bool = True
 
 
@@ -124,7 +128,6 @@ class DetokenizeRequest(Fields, frozen=True, kw_only=True):
 
 
 _UNSUPPORTED_ANYWHERE: Final[dict[str, tuple[Any, ...]]] = {
-    "n": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "prompt_logprobs": (),
@@ -149,7 +152,6 @@ COMPLETION_RULES: Final = FieldRules(
     tolerated=frozenset({"user"}),
     unsupported={
         **_UNSUPPORTED_ANYWHERE,
-        "best_of": (1,),
         "echo": (False,),
         "logprobs": (False,),
         "suffix": ("",),

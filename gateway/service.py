@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from msgspec import structs
+
 from gateway.answers import AnswerShape
 from gateway.asgi import Receive, Scope, read_json_body
 from gateway.backend import Backend, Traits, UnavailableError
@@ -68,23 +70,22 @@ class Service:
         started_at: float,
         mode: Mode | None,
     ) -> Call:
-        """The call for these prompts, which share one seed. Raises ContextLengthError, InvalidFieldError."""
+        """The call for these prompts, which share one seed: `n` choices of each in turn. Raises ContextLengthError,
+        InvalidFieldError."""
         seed = draw_seed(self.settings.default_seed) if request.seed is None else request.seed
-        choices = [
-            Choice(
-                index,
-                prompt,
-                sampling_for(
-                    request,
-                    num_prompt=len(prompt),
-                    max_model_len=max_model_len,
-                    default_max_tokens=default_max_tokens,
-                    seed=seed,
-                ),
-                Traits(request.cache_salt or "", request.priority, mode),
+        traits = Traits(request.cache_salt or "", request.priority, mode)
+        choices: list[Choice] = []
+        for prompt in prompts:
+            sampling = sampling_for(
+                request,
+                num_prompt=len(prompt),
+                max_model_len=max_model_len,
+                default_max_tokens=default_max_tokens,
+                seed=seed,
             )
-            for index, prompt in enumerate(prompts)
-        ]
+            for choice_index in range(request.n):
+                drawn = structs.replace(sampling, choice_index=choice_index)
+                choices.append(Choice(len(choices), prompt, drawn, traits))
         return Call(
             shape=shape,
             model=self.check_model(request.model),

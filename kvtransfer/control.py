@@ -215,7 +215,7 @@ class GatewayLinks:
                 return
         elif self.inbox.backlog >= self.max_pending:
             end = RequestEnd(EndReason.OVERLOADED, "the worker's inbox is full")
-            self._send(link, (RequestOutput(message.request.request_id, message.request.attempt, 0, end=end),))
+            self._send(link, tuple(RequestOutput(spec.request_id, spec.attempt, 0, end=end) for spec in message.specs))
             return
         link.has_given = True
         self.inbox.put(FromGateway(link.endpoint, message))

@@ -12,7 +12,7 @@ of KV heads in all transfers, and no two links of a worker share one. What has c
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -47,13 +47,15 @@ class KvOffered:
 
 @dataclass(frozen=True)
 class ReceptionEnded:
-    """The receiver will not touch the request's blocks again. `first_token_id` is set if the outcome is ARRIVED."""
+    """The receiver will not touch the request's blocks again. `first_token_id` is set if the outcome is ARRIVED, and
+    then `sibling_tokens` are the first tokens of the other choices, by request id."""
 
     key: RequestKey
     outcome: ReceptionOutcome
     first_token_id: int | None = None
     first_frame_at: float | None = None  # monotonic seconds
     reason: str = ""
+    sibling_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -101,10 +103,16 @@ class IncomingTransfer:
     def first_token_id(self) -> int:
         """The first token, once it has arrived. Raises ProtocolError if streams disagree about it."""
         said = {stream.first_token_id for stream in self.streams.values()}
+        also_said = {tuple(sorted(stream.sibling_tokens.items())) for stream in self.streams.values()}
         token_id = said.pop()
-        if said or token_id is None:
+        if said or token_id is None or len(also_said) > 1:
             raise ProtocolError(f"links of {self.peer[0]} disagree about the first token of {self.key}")
         return token_id
+
+    @property
+    def sibling_tokens(self) -> Mapping[str, int]:
+        """The first tokens of the other choices, once they have arrived, by request id."""
+        return next(iter(self.streams.values())).sibling_tokens
 
 
 def overlap(some: HeadRange, others: HeadRange) -> bool:

@@ -9,7 +9,8 @@ values out of range are refused while decoding, so what a handler receives is al
     prefill -> decode    KvHello, KvOffer, KvHeader (+ K frame + V frame), KvFirstToken, KvAbort
     decode  -> prefill   KvWelcome, Refused, KvGrant, KvCredit, KvResend, KvDone, KvRevoke
 
-Every hand-over is named by (request_id, attempt); whatever names an attempt that is over is dropped.
+Every hand-over is named by (request_id, attempt); whatever names an attempt that is over is dropped. Several choices of
+a prompt have one hand-over, named by the first of them; else each is a request like any other.
 
 A link that is cut and comes back may have lost messages without a word. So from Welcome on the messages that matter are
 numbered 1, 2, ... in each direction (StepOutput; PrefillRequest, DecodeRequest, Cancel, ResetPrefixCache and SwitchRole
@@ -40,6 +41,8 @@ MAX_BODY_BYTES = 1 << 20
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_CHOICES = 128
+"""Choices of one prompt that a request may ask for; so a group has one member less beside its leader."""
 MAX_TEXT_CHARS = 2048
 MAX_WIRE_DTYPES = 8
 MAX_DRAIN_S = 3600.0
@@ -245,6 +248,22 @@ class RequestSpec(Part, frozen=True):
     priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
 
 
+class Sibling(Part, frozen=True):
+    """Another choice of the same prompt: the request that leads its group, but for its own id and choice index. All of
+    a group are at the same attempt."""
+
+    request_id: Name
+    choice_index: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+
+    def spec(self, leader: RequestSpec) -> RequestSpec:
+        """The request that it stands for."""
+        sampling = msgspec.structs.replace(leader.sampling, choice_index=self.choice_index)
+        return msgspec.structs.replace(leader, request_id=self.request_id, sampling=sampling)
+
+
+Siblings = Annotated[tuple[Sibling, ...], msgspec.Meta(max_length=MAX_CHOICES - 1)]
+
+
 class RequestEnd(Part, frozen=True):
     """The terminal word of a worker on (request, attempt). `message` is for people and safe to show a client."""
 
@@ -369,20 +388,35 @@ class PrefillSource(Part, frozen=True):
 
 class PrefillRequest(Message, frozen=True):
     """Compute the prompt, with the output so far, and one more token. Without a `target` the request
-    ends with that token. `sequence`: 0 until it is sent."""
+    ends with that token. `sequence`: 0 until it is sent.
+
+    `siblings`: further choices of the prompt. It is computed once and shipped once, under the name of `request`, which
+    leads them; each draws its own first token, has its own outputs and its own end, and may be cancelled by itself."""
 
     request: RequestSpec
     target: DecodeTarget | None
     sequence: Count = 0
+    siblings: Siblings = ()
+
+    @property
+    def specs(self) -> tuple[RequestSpec, ...]:
+        """All choices, the leader first."""
+        return (self.request, *(sibling.spec(self.request) for sibling in self.siblings))
 
 
 class DecodeRequest(Message, frozen=True):
     """Reserve room, take the KV from `source`, and go on from the first new token; without a `source`, compute the
-    prompt here. `sequence` as above."""
+    prompt here. `sequence` and `siblings` as above: there is one KV for all of them."""
 
     request: RequestSpec
     source: PrefillSource | None
     sequence: Count = 0
+    siblings: Siblings = ()
+
+    @property
+    def specs(self) -> tuple[RequestSpec, ...]:
+        """All choices, the leader first."""
+        return (self.request, *(sibling.spec(self.request) for sibling in self.siblings))
 
 
 class ResetPrefixCache(Message, frozen=True):
@@ -477,13 +511,15 @@ class KvHeader(Message, frozen=True):
 
 class KvFirstToken(Message, frozen=True):
     """Behind the last KV frame: the token that prefill sampled. Said again after each resend, and when the grant is
-    repeated. `num_resends` as in KvOffer."""
+    repeated. `num_resends` as in KvOffer. `sibling_tokens`: of the other choices that take the same KV, by their
+    request ids."""
 
     request_id: Name
     attempt: Attempt
     token_id: TokenId
     sent_bytes: Count = 0
     num_resends: Count = 0
+    sibling_tokens: Annotated[dict[Name, TokenId], msgspec.Meta(max_length=MAX_CHOICES - 1)] = {}
 
 
 class KvAbort(Message, frozen=True):

@@ -11,7 +11,7 @@ that it names; what was sent behind that token stays in flight until it is credi
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -66,7 +66,8 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class OutgoingTransfer:
-    """One transfer's books. `first_token_id` is set once prefill has sampled; it goes out behind the last piece."""
+    """One transfer's books. `first_token_id` is set once prefill has sampled; it goes out behind the last piece, with
+    those of the other choices (`sibling_tokens`, by request id)."""
 
     key: RequestKey
     num_tokens: int
@@ -82,6 +83,7 @@ class OutgoingTransfer:
     credited_bytes: int = 0
     num_resends: int = 0  # number of the last KvResend that was heard
     first_token_id: int | None = None
+    sibling_tokens: Mapping[str, int] = field(default_factory=dict)
     first_token_sent: bool = False
     heard_at: float | None = None  # when the receiver last spoke of it; None while prefill still computes
     ready_at: float | None = None  # seconds, monotonic, as those around

@@ -5,7 +5,7 @@ A prefill worker hangs up a link that it has not used for a lease, so one that w
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvtransfer.complaints import Complaints
 from kvtransfer.errors import LossError, MessageError, ProtocolError
@@ -263,8 +263,9 @@ class ReceiveMachine:
             self._lose(transfer, error)
 
     def _on_first_token(self, transfer: IncomingTransfer, stream: IncomingStream, message: KvFirstToken) -> None:
-        if message.token_id >= self._vocab_size:
-            raise ProtocolError(f"first token {message.token_id} of {self._vocab_size}")
+        for token_id in (message.token_id, *message.sibling_tokens.values()):
+            if token_id >= self._vocab_size:
+                raise ProtocolError(f"first token {token_id} of {self._vocab_size}")
         self._intake.on_first_token(stream, message)
         if transfer.has_arrived:
             self._arrived(transfer)
@@ -279,7 +280,7 @@ class ReceiveMachine:
         self._sink.finish(transfer.key)
         for link in transfer.streams:
             self._send(link, KvDone(*transfer.key))
-        self._end(transfer.key, ReceptionOutcome.ARRIVED, first_token_id=token_id)
+        self._end(transfer.key, ReceptionOutcome.ARRIVED, "", token_id, transfer.sibling_tokens)
 
     def _fail(self, transfer: IncomingTransfer, link: bytes | None, reason: str) -> None:
         """Ends a transfer; its links are told, except the one that brought the reason."""
@@ -293,11 +294,16 @@ class ReceiveMachine:
                 self._send(link, KvRevoke(*key, reason=reason))
 
     def _end(
-        self, key: RequestKey, outcome: ReceptionOutcome, reason: str = "", first_token_id: int | None = None
+        self,
+        key: RequestKey,
+        outcome: ReceptionOutcome,
+        reason: str = "",
+        first_token_id: int | None = None,
+        sibling_tokens: Mapping[str, int] | None = None,
     ) -> None:
         first_frame_at = self._first_frame_at.pop(key, None)
         if self._book.close(key, outcome) is not None:
-            self._report(ReceptionEnded(key, outcome, first_token_id, first_frame_at, reason))
+            self._report(ReceptionEnded(key, outcome, first_token_id, first_frame_at, reason, sibling_tokens or {}))
 
     def _drop_peer(self, link: bytes, reason: str, now: float) -> None:
         """A breach of protocol costs the sender its link, and the transfers on it; nobody else anything.

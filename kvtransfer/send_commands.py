@@ -1,6 +1,7 @@
 """What the engine asks of the sender's thread, and the times it keeps."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvtransfer.messages import DecodeTarget, RequestKey
 
@@ -24,10 +25,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """The prompt is computed and its first token sampled."""
+    """The prompt is computed and its first token sampled; and that of each other choice, by request id."""
 
     key: RequestKey
     token_id: int
+    sibling_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ What each command and message leads to is decided in `kvtransfer/send_machine.py
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtransfer.channel import KvDialer
@@ -76,9 +76,9 @@ class KvSender:
         """KV of tokens [0, stop) of `layer` is in the pool, for each (key, stop)."""
         self._commands.put(Ready(layer, tuple(stops)))
 
-    def first_token(self, key: RequestKey, token_id: int) -> None:
-        """The prompt is computed and its first token sampled."""
-        self._commands.put(FirstToken(key, token_id))
+    def first_token(self, key: RequestKey, token_id: int, sibling_tokens: Mapping[str, int] | None = None) -> None:
+        """The prompt is computed and its first token sampled; and that of each other choice, by request id."""
+        self._commands.put(FirstToken(key, token_id, sibling_tokens or {}))
 
     def abort(self, key: RequestKey, reason: str, *, tell_peer: bool) -> None:
         """Gives a transfer up; answered by TransferEnded unless it has ended already."""

@@ -10,7 +10,7 @@ dropped for a checksum that did not fit. Their layer is asked for again from `ne
 to that is stale: dropped, and told from the answer by the number of the KvResend that a frame names.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -55,6 +55,7 @@ class IncomingStream:
     settled_bytes: int = 0  # spliced, dropped or lost
     credited_bytes: int = 0
     first_token_id: int | None = None
+    sibling_tokens: Mapping[str, int] = field(default_factory=dict)
     num_resends: int = 0
     _layers: list[_Layer] = field(default_factory=list)
     _num_missing: int = 0  # tokens, over all layers

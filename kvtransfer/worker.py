@@ -195,9 +195,8 @@ class Worker:
             self.role.add(gateway, message, now)
             return
         assert not isinstance(message, Cancel | ResetPrefixCache | SwitchRole), message
-        spec = message.request
         end = RequestEnd(EndReason.FAILED, f"the worker is {self._ending.reason}")
-        self.links.send(gateway, [RequestOutput(spec.request_id, spec.attempt, 0, end=end)])
+        self.links.send(gateway, [RequestOutput(spec.request_id, spec.attempt, 0, end=end) for spec in message.specs])
 
     def _flush(self) -> None:
         by_gateway: dict[str, list[RequestOutput]] = {}

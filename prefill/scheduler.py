@@ -9,7 +9,8 @@ The life of a request here:
    for it that others, whose blocks it waits for, can't have.
 3. What the pool still holds of its prompt from an earlier request is shared; the rest, at least its last token, is
    computed in chunks. The first token goes to the gateway, and behind the KV to decode (HANDING_OVER).
-   Without a target, or if the first token is the last, the request ends here.
+   Without a target, or if the first token is the last, the request ends here. Further choices of the prompt follow the
+   one that leads them: the prompt is computed and shipped once, and each draws a first token of its own.
 4. `transfer_ended`: decode has everything; blocks are freed (ENDED). Or decode is silent: the request has failed.
 
 A step's token budget is shared so that nobody starves and short prompts do not wait for long ones:
@@ -24,12 +25,12 @@ With a limit on prompts that are begun and not done, one more begins only in a s
 the oldest goes to the oldest that is begun, until a place is free: the oldest of all is the next to take it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
-from engine.request import Outgoing, Request, RequestState, ScheduledRow
+from engine.request import Outgoing, Request, RequestState, ScheduledRow, with_followers
 from engine.request_book import QueueRules, RequestBook
 from engine.stopping import finish_reason
 from kvtransfer.messages import DecodeTarget, EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput
@@ -70,10 +71,11 @@ class OpenTransfer:
 
 @dataclass(frozen=True)
 class SendFirstToken:
-    """The prompt is computed: this token follows its KV."""
+    """The prompt is computed: this token follows its KV, and those of the other choices, by request id."""
 
     key: RequestKey
     token_id: int
+    sibling_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,10 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
         self._limits = limits
         self._eos_token_ids = eos_token_ids
 
+    @property
+    def max_members(self) -> int:
+        return self._limits.max_num_seqs
+
     def transfer_ended(self, event: TransferEnded, now: float) -> None:
         """The sender will not touch the request's blocks again."""
         request = self._requests.get(event.key)
@@ -109,7 +115,8 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
             return
         request.lent = False
         if event.times is not None:
-            _record_times(request, event.times)
+            teller = next((member for member in (request, *request.followers) if not member.is_over), request)
+            _record_times(teller, event.times)
         if request.state is RequestState.CLOSING:
             self._release(request, now)
         elif request.state is RequestState.HANDING_OVER and event.outcome is TransferOutcome.DONE:
@@ -132,22 +139,28 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
         """The next step's rows, at most `max_num_batched_tokens` tokens in all; empty if there is nothing to do."""
         self._admit()
         limits = self._limits
-        rows = share_budget(self._running, limits.max_num_batched_tokens, limits.max_num_partial_prefills)
+        shares = share_budget(self._running, limits.max_num_batched_tokens, limits.max_num_partial_prefills)
+        rows = with_followers(shares)
         for row in rows:
             row.request.record(LifetimeEvent.SCHEDULED, now)
         return rows
 
     def complete(self, rows: Sequence[ScheduledRow], sampled: Sequence[int | None], now: float) -> None:
         """Books a step: tokens computed, and first tokens sampled."""
-        for row, token_id in zip(rows, sampled, strict=True):
+        tokens = {row.request.key: token for row, token in zip(rows, sampled, strict=True) if token is not None}
+        for row in rows:
             assert isinstance(row.request, PrefillJob), row.request
+            if row.count == 0:
+                continue  # a follower's: it has its token with its leader
             self._computed(row.request, row.stop)
-            if token_id is not None:
-                self._first_token(row.request, token_id, now)
+            if row.samples:
+                self._first_tokens(row.request, tokens, now)
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._limits.max_num_seqs:
+        while self._waiting:
             request = self._waiting[0]
+            if sum(job.num_members for job in (*self._running, request)) > self._limits.max_num_seqs:
+                return
             cached = self._cached_blocks(request, request.num_prefill - 1)
             if not self._pool.can_fit(request.num_prefill, shared=cached):
                 return
@@ -158,19 +171,29 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
                 request.lent = True
                 self._commands.append(OpenTransfer(request))
 
+    def _first_tokens(self, request: PrefillJob, tokens: Mapping[RequestKey, int], now: float) -> None:
+        """Each choice says its own; what any of them needs of it, decode hears behind the KV."""
+        followers = [self._requests[follower.key] for follower in request.followers]
+        for member in (request, *followers):
+            if not member.is_over:
+                self._first_token(member, tokens[member.key], now)
+        if request.state is not RequestState.RUNNING:
+            return  # it has ended, and all others with it
+        self._running.remove(request)
+        request.move(RequestState.HANDING_OVER)
+        siblings = {follower.spec.request_id: tokens[follower.key] for follower in followers}
+        self._commands.append(SendFirstToken(request.key, tokens[request.key], siblings))
+
     def _first_token(self, request: PrefillJob, token_id: int, now: float) -> None:
         request.output_token_ids.append(token_id)
         request.record(LifetimeEvent.FIRST_TOKEN, now)
         reason = finish_reason(request, self._eos_token_ids, self._limits.max_model_len)
         if reason is None and request.target is None:
             reason = EndReason.LENGTH  # prefill alone goes no further
-        if reason is not None:
-            self._end(request, reason, now)
-            return
-        self._running.remove(request)
-        request.move(RequestState.HANDING_OVER)
-        self._say(request, None)
-        self._commands.append(SendFirstToken(request.key, token_id))
+        if reason is None:
+            self._say(request, None)
+        else:
+            self._end_alone(request, reason, now)
 
     # --- end, word
 
@@ -191,7 +214,7 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
         self._outputs.append(Outgoing(request.gateway, output))
 
 
-def _record_times(request: PrefillJob, times: TransferTimes) -> None:
+def _record_times(request: Request, times: TransferTimes) -> None:
     request.record(LifetimeEvent.KV_READY, times.ready_at)
     request.record(LifetimeEvent.KV_TAKEN, times.taken_at)
     if times.started_at is not None:

@@ -83,9 +83,12 @@ class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
         if not isinstance(message, PrefillRequest):
             logger.error("gateway %s sent a %s to a prefill worker", gateway, type(message).__name__)
             return
-        if self._can_serve(gateway, message.request):
-            job = PrefillJob(spec=message.request, gateway=gateway, target=message.target, witness=self._witness)
-            self._scheduler.add(job, now)
+        if self._can_serve(gateway, message):
+            job, *followers = [
+                PrefillJob(spec=spec, gateway=gateway, target=message.target, witness=self._witness)
+                for spec in message.specs
+            ]
+            self._scheduler.add(job, now, followers)
 
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         assert isinstance(event, TransferEnded), event
@@ -114,7 +117,7 @@ class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
             case OpenTransfer(job):
                 assert job.target is not None, job.key
                 self._sender.open(job.key, job.target, job.num_prefill)
-            case SendFirstToken(key, token_id):
-                self._sender.first_token(key, token_id)
+            case SendFirstToken(key, token_id, sibling_tokens):
+                self._sender.first_token(key, token_id, sibling_tokens)
             case AbortTransfer(key, reason, tell_peer):
                 self._sender.abort(key, reason, tell_peer=tell_peer)

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from engine.admission import check_spec
+from engine.admission import check_group, check_spec
 from engine.errors import RejectedError
-from kvtransfer.messages import RequestSpec, SamplingParams
+from kvtransfer.messages import RequestSpec, SamplingParams, Sibling
 
 
 def spec_with(num_prompt=4, resumed=(), **sampling):
@@ -64,3 +64,15 @@ def test_floats_are_finite(name, value):
 def test_biases_are_finite():
     with pytest.raises(RejectedError, match="logit_bias of token 7 is nan"):
         check(spec_with(logit_bias={6: 1.0, 7: math.nan}))
+
+
+def test_a_group_is_of_different_requests_that_can_run_together():
+    leader = spec_with()
+    others = [Sibling(f"s{index}", index).spec(leader) for index in range(1, 4)]
+    assert [spec.sampling.choice_index for spec in others] == [1, 2, 3]
+    check_group([leader], max_members=1)
+    check_group([leader, *others], max_members=4)
+    with pytest.raises(RejectedError, match="4 choices in one group, but 3"):
+        check_group([leader, *others], max_members=3)
+    with pytest.raises(RejectedError, match="same id"):
+        check_group([leader, *others, leader], max_members=8)

@@ -51,6 +51,33 @@ def test_a_row_spans_prompt_and_output():
     assert batch.decode is None
 
 
+def test_a_row_of_no_tokens_draws_from_the_row_before_it():
+    chunk = make_request("chunk", range(100, 106), [5, 2])
+    lone = make_request("lone", [7], [0])
+    single = make_request("single", range(200, 206), [3, 1])
+    follower, second = make_request("follower", range(100, 106), []), make_request("second", range(100, 106), [])
+    rows = [ScheduledRow(chunk, 4, 2), ScheduledRow(follower, 6, 0), ScheduledRow(second, 6, 0)]
+    rows += [ScheduledRow(single, 5, 1), ScheduledRow(lone, 0, 1), ScheduledRow(make_request("x", [7], []), 1, 0)]
+    batch = build_batch(rows, block_size=4, device=CPU)
+    assert batch.token_ids.tolist() == [205, 7, 104, 105]
+    assert batch.sample_rows == (0, 1, 2, 3, 4, 5)
+    assert batch.token_ids[batch.sample_tokens].tolist() == [105, 105, 105, 205, 7, 7]
+    assert not batch.all_sample
+
+
+def test_as_many_draws_as_tokens_need_not_be_one_of_each():
+    """Two tokens and two draws, both from the second one."""
+    rows = [ScheduledRow(make_request("a", [7, 8], [0]), 0, 2), ScheduledRow(make_request("b", [7, 8], []), 2, 0)]
+    batch = build_batch(rows, block_size=4, device=CPU)
+    assert batch.sample_tokens.tolist() == [1, 1]
+    assert not batch.all_sample
+    rows = [ScheduledRow(make_request("a", [7], [0]), 0, 1), ScheduledRow(make_request("b", [7], []), 1, 0)]
+    batch = build_batch([*rows, ScheduledRow(make_request("c", [8, 9], [1]), 0, 1)], block_size=4, device=CPU)
+    assert batch.sample_tokens.tolist() == [0, 0]
+    assert not batch.all_sample
+    assert build_batch(rows[:1], block_size=4, device=CPU).all_sample
+
+
 def test_a_batch_where_nothing_samples():
     batch = build_batch([ScheduledRow(make_request("a", range(9), [0, 1]), 2, 1)], block_size=8, device=CPU)
     assert batch.sample_rows == ()

@@ -85,6 +85,22 @@ def test_more_layers_than_there_are_is_our_own_bug():
         make_cache(4, 1).gather(1, [0], 0, 2, 2)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", FLOAT8])
+@pytest.mark.parametrize("copies", [{}, {3: 0}, {1: 0, 2: 0, 4: 3}, {3: 0, 0: 1}])
+def test_blocks_are_copied_whole_in_all_layers(dtype, copies):
+    """Against the slow way: all sources are kept aside, then block by block and layer by layer."""
+    cache = make_cache(block_size=4, num_blocks=5, dtype=dtype)
+    cache._pool.view(torch.uint8).random_(0, 120)
+    expected = [part.view(torch.uint8).clone() for layer in range(2) for part in cache.layer(layer)]
+    sources = [[part[source].clone() for source in copies.values()] for part in expected]
+    for part, kept in zip(expected, sources, strict=True):
+        for target, content in zip(copies, kept, strict=True):
+            part[target] = content
+    cache.copy_blocks(copies)
+    found = [part.view(torch.uint8) for layer in range(2) for part in cache.layer(layer)]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
 def test_head_ranges_are_spliced_one_by_one():
     cache = make_cache(block_size=4, num_blocks=2)
     key, value = torch.randn(5, 3, 4), torch.randn(5, 3, 4)

@@ -4,12 +4,15 @@ import itertools
 
 import pytest
 
-from engine.request import IllegalMoveError, Request, RequestState, ScheduledRow
+from engine.request import IllegalMoveError, Request, RequestState, ScheduledRow, with_followers
 from kvtransfer.messages import LifetimeEvent
 from tests.kvtransfer.samples import spec
 
-W, OFF, REC, RUN, PRE, HAND, CLOSE, END = RequestState
+W, FOL, OFF, REC, RUN, PRE, HAND, CLOSE, END = RequestState
 LEGAL = {
+    (W, FOL),
+    (FOL, RUN),
+    (FOL, END),
     (W, OFF),
     (OFF, REC),
     (OFF, CLOSE),
@@ -94,3 +97,33 @@ def test_the_witness_is_told_of_each_event_once():
     watched.record(LifetimeEvent.RUNNING, 3.0)
     assert told == [(watched.key, LifetimeEvent.RECEIVED), (watched.key, LifetimeEvent.RUNNING)]
     assert watched.events[LifetimeEvent.RECEIVED] == 1.0
+
+
+def test_a_follower_has_lived_through_what_its_leader_has_until_they_part():
+    leader, follower, other = request(), request(), request()
+    for member in (leader, follower, other):
+        member.record(LifetimeEvent.RECEIVED, 10.0)
+    follower.follow(leader)
+    other.follow(leader)
+    assert leader.num_members == 3
+    leader.record(LifetimeEvent.RESERVED, 12.0)
+    leader.record(LifetimeEvent.ENDED, 12.5)
+    follower.record(LifetimeEvent.FIRST_TOKEN, 13.0)
+    readings = {LifetimeEvent.RECEIVED: 0.0, LifetimeEvent.RESERVED: 2.0, LifetimeEvent.FIRST_TOKEN: 3.0}
+    assert follower.readings() == readings
+    follower.part()
+    assert (follower.leader, leader.followers, leader.num_members) == (None, [other], 2)
+    leader.record(LifetimeEvent.SPLICED, 14.0)
+    assert follower.readings() == readings
+
+
+def test_followers_draw_with_their_leader():
+    leader, follower, other = request(), request(), request()
+    follower.follow(leader)
+    first, last = ScheduledRow(leader, 0, 2), ScheduledRow(leader, 2, 1)
+    assert with_followers([first]) == [first]
+    assert with_followers([last, ScheduledRow(other, 0, 3)]) == [
+        last,
+        ScheduledRow(follower, 3, 0),
+        ScheduledRow(other, 0, 3),
+    ]

@@ -120,17 +120,42 @@ class TwoRoles:
         assert (load.kv_usage, load.swap.num_free) == (0.0, swap_blocks)
         return Together([job.output_token_ids for job in jobs], load)
 
+    def run_group(self, specs: Sequence[RequestSpec], num_blocks: int, *, local: bool = False) -> Together:
+        """`specs`, choices of one prompt, over a decode pool of `num_blocks`; `local`: prefill has no part."""
+        num = len(specs)
+        limits = DecodeLimits(CHUNK_TOKENS, num, self._decode.max_model_len, LEASE_S, LEASE_S, LEASE_S)
+        pool = BlockPool(num_blocks, self._decode.pool.block_size)
+        decode = DecodeScheduler(pool, QueueRules(num), limits, self._eos)
+        peer = None if local else ("prefill-0", "g1")
+        leader, *followers = jobs = [DecodeJob(spec=spec, gateway="test", peer=peer) for spec in specs]
+        decode.add(leader, 0.0, followers)
+        if not local:
+            decode.offered(KvOffered(leader.key), 0.0)
+            self._arrive(decode, leader)
+        while rows := decode.schedule(0.0):
+            self._decode.kv_cache.copy_blocks(decode.take_copies())
+            decode.complete(rows, self._decode.runner.step(rows), 0.0)
+            pool.check_integrity(decode.held_blocks())
+        assert len(decode) == 0
+        load = decode.load()
+        return Together([job.output_token_ids for job in jobs], load.num_preemptions, load.prefix_hits)
+
     def _arrive(self, decode: DecodeScheduler, job: DecodeJob) -> None:
-        """Computes the job's prompt on the prefill engine, alone, and hands it over."""
-        limits = PrefillLimits(CHUNK_TOKENS, 1, self._prefill.max_model_len, LEASE_S)
+        """Computes the job's prompt on the prefill engine, alone, and hands it over with the first tokens of all that
+        follow it."""
+        limits = PrefillLimits(CHUNK_TOKENS, job.num_members, self._prefill.max_model_len, LEASE_S)
         prefill = PrefillScheduler(self._prefill.pool, QueueRules(1, share_prefixes=False), limits, self._eos)
-        source = PrefillJob(spec=job.spec, gateway="test", target=DecodeTarget("decode-0", "g1", "tcp://127.0.0.1:9"))
-        prefill.add(source, 0.0)
+        target = DecodeTarget("decode-0", "g1", "tcp://127.0.0.1:9")
+        specs = [job.spec, *(follower.spec for follower in job.followers)]
+        source, *followers = [PrefillJob(spec=spec, gateway="test", target=target) for spec in specs]
+        prefill.add(source, 0.0, followers)
         self._run_to_its_first_token(prefill)
         self._copy_kv(source, job, job.num_cached)
         prefill.transfer_ended(TransferEnded(source.key, TransferOutcome.DONE), 0.0)
         first = source.output_token_ids[-1]
-        decode.reception_ended(ReceptionEnded(job.key, ReceptionOutcome.ARRIVED, first), 0.0)
+        siblings = {follower.spec.request_id: follower.output_token_ids[-1] for follower in followers}
+        arrived = ReceptionEnded(job.key, ReceptionOutcome.ARRIVED, first, sibling_tokens=siblings)
+        decode.reception_ended(arrived, 0.0)
 
     def _copy_kv(self, source: PrefillJob, target: DecodeJob, start: int = 0) -> None:
         if start == target.num_prefill:

@@ -11,6 +11,7 @@ from gateway.backend import BackendError, TokenDelta, Traits
 from gateway.cluster import Cluster, ClusterSettings
 from gateway.dispatch import Dispatcher, DispatchSettings
 from gateway.failover import RetryReason
+from gateway.gathering import Gathering
 from gateway.modes import Mode
 from gateway.observer import KvHandover, RequestOutcome
 from kvtransfer.link_name import worker_of
@@ -172,6 +173,7 @@ class Client:
         arrived_at: float,
         traits: Traits = NO_TRAITS,
         mode: Mode | None = Mode.DISAGGREGATED,
+        gathering: Gathering | None = None,
     ) -> None:
         self.mode: Mode | None = None  # that of the first attempt
         self.tokens: list[int] = []
@@ -181,7 +183,9 @@ class Client:
         self.reading = asyncio.Event()
         self.reading.set()
         traits = replace(traits, mode=traits.mode or mode)
-        self._stream = dispatcher.generate(prompt, params, traits, arrived_at=arrived_at, note_mode=self._note_mode)
+        self._stream = dispatcher.generate(
+            prompt, params, traits, arrived_at=arrived_at, note_mode=self._note_mode, gathering=gathering
+        )
         self.task = asyncio.get_running_loop().create_task(self._consume())
 
     def _note_mode(self, mode: Mode) -> None:
@@ -258,6 +262,21 @@ class World:
         client = Client(self.dispatcher, tuple(prompt), params, self.clock.now, traits, mode)
         await self.settle()
         return client
+
+    def begin(self, num_choices: int, max_tokens: int = 8, mode: Mode | None = Mode.DISAGGREGATED) -> list[Client]:
+        """Several choices of a prompt; nothing has happened yet."""
+        gathering: Gathering = Gathering(num_choices)
+        return [
+            Client(
+                self.dispatcher,
+                (1, 2, 3),
+                sampling(max_tokens, choice_index=index),
+                self.clock.now,
+                mode=mode,
+                gathering=gathering,
+            )
+            for index in range(num_choices)
+        ]
 
     async def reserve(self, spec: RequestSpec, worker_id: str = "decode-0", generation: str = "g1") -> None:
         """Decode has room for the request: it can't turn it away any more."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gateway.app import create_app
 from gateway.backend import ClusterStatus, TokenDelta, Traits, UnavailableError
+from gateway.gathering import Gathering
 from gateway.limits import HttpSettings
 from gateway.metrics import Metrics
 from gateway.modes import Mode
@@ -111,6 +112,7 @@ class ScriptedBackend:
         *,
         arrived_at: float,
         note_mode: Callable[[Mode], None] | None = None,
+        gathering: Gathering[Any] | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         prompt = tuple(prompt_token_ids)
         self.calls.append((prompt, sampling))

@@ -203,9 +203,20 @@ def test_features_that_are_not_built_are_refused_unless_they_ask_for_nothing(pat
     check_refusal(world.post(path, {**body, "temprature": None}), param="temprature")
 
 
-@pytest.mark.parametrize("value", [2, True, 1.0, "1"])
-def test_n_is_one(value):
-    check_refusal(make_world().complete(n=value), param="n")
+@pytest.mark.parametrize("field", ["n", "best_of"])
+@pytest.mark.parametrize("value", [0, -1, 129, True, 1.0, "1", [1]])
+def test_the_number_of_choices_is_bounded(field, value):
+    check_refusal(make_world().complete(**{field: value}), param=field)
+    if field == "n":
+        check_refusal(make_world().chat(n=value), param="n")
+
+
+@pytest.mark.parametrize(("n", "best_of"), [(2, 1), (1, 2), (3, 128)])
+def test_best_of_is_n(n, best_of):
+    check_refusal(make_world().complete(n=n, best_of=best_of), param="best_of")
+    check_refusal(make_world().complete(n=n, best_of=best_of, stream=True), param="best_of")
+    check_refusal(make_world().chat(n=n, best_of=n), param="best_of")
+    assert make_world().complete(n=n, best_of=n).status_code == 200
 
 
 def test_a_value_is_never_echoed_whole():

@@ -37,6 +37,7 @@ from kvtransfer.messages import (
     ResetPrefixCache,
     Role,
     SamplingParams,
+    Sibling,
     StepOutput,
     SwapLoad,
     SwitchRole,
@@ -103,6 +104,8 @@ FROM_GATEWAY = (
     PrefillRequest(SPEC, None, 2),
     DecodeRequest(SPEC, PrefillSource("prefill-0", "g1"), 3),
     DecodeRequest(SPEC, None, 4),
+    PrefillRequest(SPEC, TARGET, 1, (Sibling("s", 2), Sibling("t", 3))),
+    DecodeRequest(SPEC, None, 4, (Sibling("s", 2),)),
     ResetPrefixCache(5),
     Cancel("r", 1 << 16, 4),
     SwitchRole(Role.DECODE, 3600.0, 6),
@@ -112,7 +115,7 @@ FROM_PREFILL = (
     KvHello(PROTOCOL_VERSION, "prefill-0", "g1", FINGERPRINT, LAYOUT, 1, 2),
     KvOffer("r", 0, 12, 256, 3),
     KvHeader("r", 0, 1, 2, 3, 0, 2, "float32", 192, 2, (1 << 32) - 1, 2),
-    KvFirstToken("r", 0, 99, 512, 3),
+    KvFirstToken("r", 0, 99, 512, 3, {"s": 98, "t": 0}),
     KvAbort("r", 0, "gone"),
 )
 FROM_DECODE = (

@@ -34,8 +34,7 @@ HAVE_DEFAULTS = {
     ("Hello", "shares_prefixes"),
     ("Hello", "can_switch"),
     ("Heartbeat", "draining"),
-    ("PrefillRequest", "sequence"),
-    ("DecodeRequest", "sequence"),
+    *((kind, name) for kind in ("PrefillRequest", "DecodeRequest") for name in ("sequence", "siblings")),
     ("Cancel", "sequence"),
     ("ResetPrefixCache", "sequence"),
     ("SwitchRole", "timeout_s"),
@@ -45,6 +44,7 @@ HAVE_DEFAULTS = {
     ("KvHello", "head_stop"),
     ("KvWelcome", "wire_dtypes"),
     *((kind, name) for kind in ("KvOffer", "KvFirstToken") for name in ("sent_bytes", "num_resends")),
+    ("KvFirstToken", "sibling_tokens"),
     *(("KvHeader", name) for name in ("sent_bytes", "resend", "checksum", "num_layers")),
 }
 HEARTBEAT = FROM_WORKER[2]
@@ -153,6 +153,21 @@ def test_sampling_fields_out_of_range_are_refused(field, value):
     spoilt["request"]["sampling"][field] = value
     with pytest.raises(MessageError):
         decode_from_gateway(pack(spoilt))
+
+
+@pytest.mark.parametrize(
+    "siblings",
+    [None, [["s"]], [["s", -1]], [["a b", 1]], [{"request_id": "s"}], [{"request_id": "s", "choice_index": 1}] * 128],
+)
+def test_siblings_out_of_range_are_refused(siblings):
+    with pytest.raises(MessageError):
+        decode_from_gateway(pack(tree(PREFILL_REQUEST) | {"siblings": siblings}))
+
+
+@pytest.mark.parametrize("tokens", [None, [1], {"a b": 1}, {"s": -1}, {1: 1}, {f"s{index}": 1 for index in range(128)}])
+def test_sibling_tokens_out_of_range_are_refused(tokens):
+    with pytest.raises(MessageError):
+        decode_from_prefill(pack(tree(FROM_PREFILL[3]) | {"sibling_tokens": tokens}))
 
 
 @pytest.mark.parametrize("prompt", [[], [-1], [1 << 31], [None], "abc", [0] * (MAX_PROMPT_TOKENS + 1)])

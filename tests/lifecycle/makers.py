@@ -5,7 +5,7 @@ from engine.block_pool import BlockPool
 from engine.request_book import QueueRules
 from engine.swap_space import SwapSpace
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import DecodeTarget
+from kvtransfer.messages import DecodeTarget, RequestSpec, Sibling
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 from prefill.scheduler import PrefillJob, PrefillLimits, PrefillScheduler
 from tests.kvtransfer.samples import spec
@@ -22,6 +22,11 @@ def rules_and_limits(settings: dict) -> tuple[QueueRules, dict]:
     return QueueRules(**rules), settings
 
 
+def siblings_of(leader: RequestSpec, num_siblings: int) -> list[RequestSpec]:
+    """Further choices of a request "r": "r.1", "r.2", ..."""
+    return [Sibling(f"{leader.request_id}.{index}", index).spec(leader) for index in range(1, num_siblings + 1)]
+
+
 class Prefill:
     """A prefill scheduler with its pool, a new one unless `pool` is that of a role before it."""
 
@@ -36,15 +41,23 @@ class Prefill:
         rules, limits = rules_and_limits(defaults | limits)
         self.scheduler = PrefillScheduler(self.pool, rules, PrefillLimits(**limits), frozenset({EOS}))
 
-    def add(self, request_id="r", num_prompt=4, now=0.0, target=TARGET, gateway="gw", **sampling) -> PrefillJob:
-        job = PrefillJob(spec=spec(request_id, num_prompt, **sampling), gateway=gateway, target=target)
-        self.scheduler.add(job, now)
+    def add(
+        self, request_id="r", num_prompt=4, now=0.0, target=TARGET, gateway="gw", num_siblings=0, **sampling
+    ) -> PrefillJob:
+        leader = spec(request_id, num_prompt, **sampling)
+        self.added = job, *followers = [
+            PrefillJob(spec=member, gateway=gateway, target=target)
+            for member in (leader, *siblings_of(leader, num_siblings))
+        ]
+        self.scheduler.add(job, now, followers)
         return job
 
-    def step(self, now=1.0, token_id=50) -> dict[str, tuple[int, int]]:
-        """One step in which every finished prompt samples `token_id`; the rows by request id."""
+    def step(self, now=1.0, token_id=50, tokens=None) -> dict[str, tuple[int, int]]:
+        """One step in which every finished prompt samples `token_id`, or what `tokens` has for its request id; the rows
+        by request id."""
         rows = self.scheduler.schedule(now)
-        self.scheduler.complete(rows, [token_id if row.samples else None for row in rows], now)
+        drawn = [(tokens or {}).get(row.request.spec.request_id, token_id) if row.samples else None for row in rows]
+        self.scheduler.complete(rows, drawn, now)
         self.check()
         return {row.request.spec.request_id: (row.start, row.stop) for row in rows}
 
@@ -79,11 +92,15 @@ class Decode:
         self.scheduler = DecodeScheduler(self.pool, rules, DecodeLimits(**limits), frozenset({EOS}), self.swap)
 
     def add(
-        self, request_id="r", num_prompt=4, now=0.0, gateway="gw", offered=True, local=False, **sampling
+        self, request_id="r", num_prompt=4, now=0.0, gateway="gw", offered=True, local=False, num_siblings=0, **sampling
     ) -> DecodeJob:
         peer = None if local else PEER
-        job = DecodeJob(spec=spec(request_id, num_prompt, **sampling), gateway=gateway, peer=peer)
-        self.scheduler.add(job, now)
+        leader = spec(request_id, num_prompt, **sampling)
+        self.added = job, *followers = [
+            DecodeJob(spec=member, gateway=gateway, peer=peer)
+            for member in (leader, *siblings_of(leader, num_siblings))
+        ]
+        self.scheduler.add(job, now, followers)
         if offered and not local:
             self.offer(request_id, now)
         return job
@@ -91,17 +108,23 @@ class Decode:
     def offer(self, request_id="r", now=0.0) -> None:
         self.scheduler.offered(KvOffered((request_id, 0)), now)
 
-    def arrive(self, request_id="r", token_id=50, now=1.0) -> None:
-        self.ended(request_id, ReceptionOutcome.ARRIVED, token_id, now)
+    def arrive(self, request_id="r", token_id=50, now=1.0, **siblings) -> None:
+        self.ended(request_id, ReceptionOutcome.ARRIVED, token_id, now, **siblings)
 
-    def ended(self, request_id="r", outcome=ReceptionOutcome.CLOSED, token_id=None, now=1.0, reason="") -> None:
-        self.scheduler.reception_ended(ReceptionEnded((request_id, 0), outcome, token_id, None, reason), now)
+    def ended(
+        self, request_id="r", outcome=ReceptionOutcome.CLOSED, token_id=None, now=1.0, reason="", sibling_tokens=None
+    ) -> None:
+        event = ReceptionEnded((request_id, 0), outcome, token_id, None, reason, sibling_tokens or {})
+        self.scheduler.reception_ended(event, now)
         self.check()
 
-    def step(self, now=2.0, token_id=60) -> list[str]:
-        """One step in which every row that samples gets `token_id`; the ids of the requests that took part."""
+    def step(self, now=2.0, token_id=60, tokens=None) -> list[str]:
+        """One step in which every row that samples gets `token_id`, or what `tokens` has for its request id; the ids of
+        the requests that took part. `copies`: what was copied for it."""
         rows = self.scheduler.schedule(now)
-        self.scheduler.complete(rows, [token_id if row.samples else None for row in rows], now)
+        self.copies = self.scheduler.take_copies()
+        drawn = [(tokens or {}).get(row.request.spec.request_id, token_id) if row.samples else None for row in rows]
+        self.scheduler.complete(rows, drawn, now)
         self.check()
         return [row.request.spec.request_id for row in rows]
 

@@ -15,7 +15,7 @@ from tests.lifecycle.ledger import Ledger
 from tests.lifecycle.makers import EOS, Decode
 from tests.lifecycle.paper_pool import PaperPool
 
-MAX_SEQS, MAX_TOKENS, LEASE = 3, 5, 4.0
+MAX_SEQS, MAX_TOKENS, LEASE = 4, 5, 4.0
 PROMPTS = [[10] * 12, [10] * 7 + [11] * 5, [12] * 12]
 
 
@@ -39,7 +39,7 @@ class DecodeMachine(RuleBasedStateMachine):
             share_prefixes=True,
             by_priority=True,
         )
-        self.paper = PaperPool(4)
+        self.paper = PaperPool(4, self.world.pool)
         self.ledger = Ledger()
         self.now = 0.0
         self.jobs: dict = {}
@@ -59,12 +59,15 @@ class DecodeMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "", "a tenant"]),
         priority=st.integers(0, 1),
         local=st.booleans(),
+        num_siblings=st.sampled_from([0, 0, 1, 2, 3]),
     )
-    def arrive(self, prompt, num_prompt, max_tokens, num_resumed, gateway, salt, priority, local):
+    def arrive(self, prompt, num_prompt, max_tokens, num_resumed, gateway, salt, priority, local, num_siblings):
         request_id = f"r{len(self.jobs)}"
         resumed = [50] * min(num_resumed, max_tokens - 1)
         self.ledger.born(request_id, resumed)
-        self.jobs[request_id] = self.world.add(
+        for index in range(1, num_siblings + 1):
+            self.ledger.born(f"{request_id}.{index}", resumed)
+        self.world.add(
             request_id,
             now=self.now,
             gateway=f"gw{gateway}",
@@ -75,7 +78,9 @@ class DecodeMachine(RuleBasedStateMachine):
             cache_salt=salt,
             priority=priority,
             local=local,
+            num_siblings=num_siblings,
         )
+        self.jobs |= {job.spec.request_id: job for job in self.world.added}
 
     @precondition(lambda self: self.receiving - self.offered)
     @rule(data=st.data())
@@ -96,15 +101,19 @@ class DecodeMachine(RuleBasedStateMachine):
         scheduler = self.world.scheduler
         rows = scheduler.schedule(self.now)
         self.paper.carry_out(scheduler.take_moves())
+        self.paper.copy(scheduler.take_copies())
         assert len(rows) <= MAX_SEQS
         assert sum(row.count for row in rows) <= MAX_TOKENS + MAX_SEQS
         assert sum(1 for row in rows if not row.samples) <= self.MAX_PARTIAL
         assert len({row.request.key for row in rows}) == len(rows)
         for row in rows:
+            if row.count == 0:
+                assert row.request.state is RequestState.FOLLOWING
+                continue
             assert row.request.state is RequestState.RUNNING
             self.paper.write(row.request, row.start, row.stop)
         self._check_progress(rows)
-        sampling = {row.request.key[0] for row in rows if row.samples}
+        sampling = {row.request.key[0] for row in rows if row.samples and not row.request.is_over}
         sampled = [token if row.samples else None for row, token in zip(rows, tokens, strict=False)]
         scheduler.complete(rows, sampled, self.now)
         said = {item.output.request_id for item in scheduler._outputs}
@@ -139,7 +148,9 @@ class DecodeMachine(RuleBasedStateMachine):
         failures = [outcome for outcome in ReceptionOutcome if outcome is not ReceptionOutcome.ARRIVED]
         may_arrive = arrives and request_id in self.granted
         outcome = ReceptionOutcome.ARRIVED if may_arrive else data.draw(st.sampled_from(failures))
-        self._end_reception(request_id, outcome, token_id)
+        followers = [follower.spec.request_id for follower in self.jobs[request_id].followers]
+        siblings = {name: data.draw(st.sampled_from([41, EOS])) for name in followers if data.draw(st.booleans())}
+        self._end_reception(request_id, outcome, token_id, siblings)
 
     @rule(seconds=st.floats(0, 3))
     def time_passes(self, seconds):
@@ -161,6 +172,11 @@ class DecodeMachine(RuleBasedStateMachine):
         for request_id in self.ledger.alive:
             assert self.world.scheduler.find((request_id, 0)) is self.jobs[request_id]
         assert self.world.scheduler.take_moves() == [], "decided outside of a step"
+        for job in self.jobs.values():
+            if job.leader is not None:
+                assert job.state is RequestState.FOLLOWING
+                assert not job.block_ids
+                assert self.world.scheduler.find(job.leader.key) is job.leader, "its leader has left it behind"
         assert len(self.world.scheduler._waiting) <= 3
         assert self.world.scheduler.num_running <= MAX_SEQS
 
@@ -183,16 +199,18 @@ class DecodeMachine(RuleBasedStateMachine):
                 assert key[0] not in self.closed, "closed twice"
                 self.closed.add(key[0])
 
-    def _end_reception(self, request_id, outcome, token_id) -> None:
+    def _end_reception(self, request_id, outcome, token_id, siblings=None) -> None:
         self.receiving.discard(request_id)
-        was_alive = request_id in self.ledger.alive
         has_arrived = outcome is ReceptionOutcome.ARRIVED
         job = self.jobs[request_id]
+        alive = [member.spec.request_id for member in (job, *job.followers) if not member.is_over]
+        unsaid = [name for name in alive if name != request_id and name not in (siblings or {})]
         if has_arrived and request_id in self.granted:
             self.paper.write(job, job.num_cached, job.num_prefill)
-        self.world.ended(request_id, outcome, token_id if has_arrived else None, self.now)
-        if was_alive and not has_arrived:
-            assert self._after_outputs().ends[request_id] is EndReason.FAILED
+        event = token_id if has_arrived else None
+        self.world.ended(request_id, outcome, event, self.now, sibling_tokens=siblings if has_arrived else None)
+        for name in unsaid if has_arrived else alive:
+            assert self._after_outputs().ends[name] is EndReason.FAILED
 
     def teardown(self):
         """The world heals: all receptions are answered, and every request ends in a bounded number of steps."""
@@ -203,7 +221,8 @@ class DecodeMachine(RuleBasedStateMachine):
             for request_id in sorted(self.receiving & (self.granted | self.closed)):
                 arrives = request_id in self.granted
                 outcome = ReceptionOutcome.ARRIVED if arrives else ReceptionOutcome.CLOSED
-                self._end_reception(request_id, outcome, 40)
+                siblings = {follower.spec.request_id: 41 for follower in self.jobs[request_id].followers}
+                self._end_reception(request_id, outcome, 40, siblings)
                 self.nothing_is_lost()
             self.step([50] * MAX_SEQS)
             self.nothing_is_lost()

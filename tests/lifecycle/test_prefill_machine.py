@@ -12,7 +12,7 @@ from tests.lifecycle.ledger import Ledger
 from tests.lifecycle.makers import EOS, TARGET, Prefill
 from tests.lifecycle.paper_pool import PaperPool
 
-BUDGET = 5
+BUDGET, MAX_SEQS = 5, 4
 PROMPTS = [[10] * 18, [10] * 9 + [11] * 9, [12] * 18]
 
 
@@ -26,12 +26,12 @@ class PrefillMachine(RuleBasedStateMachine):
             block_size=4,
             max_num_batched_tokens=BUDGET,
             max_num_partial_prefills=self.MAX_PARTIAL,
-            max_num_seqs=3,
+            max_num_seqs=MAX_SEQS,
             max_waiting=3,
             share_prefixes=True,
             by_priority=True,
         )
-        self.paper = PaperPool(4)
+        self.paper = PaperPool(4, self.world.pool)
         self.ledger = Ledger()
         self.now = 0.0
         self.jobs: dict = {}
@@ -49,12 +49,15 @@ class PrefillMachine(RuleBasedStateMachine):
         num_resumed=st.integers(0, 2),
         gateway=st.integers(0, 1),
         priority=st.integers(0, 1),
+        num_siblings=st.sampled_from([0, 0, 1, 2, 3]),
     )
-    def arrive(self, prompt, num_prompt, has_target, max_tokens, num_resumed, gateway, priority):
+    def arrive(self, prompt, num_prompt, has_target, max_tokens, num_resumed, gateway, priority, num_siblings):
         request_id = f"r{len(self.jobs)}"
         resumed = [50] * min(num_resumed, max_tokens - 1)
         self.ledger.born(request_id, resumed)
-        self.jobs[request_id] = self.world.add(
+        for index in range(1, num_siblings + 1):
+            self.ledger.born(f"{request_id}.{index}", resumed)
+        self.world.add(
             request_id,
             num_prompt,
             self.now,
@@ -64,20 +67,28 @@ class PrefillMachine(RuleBasedStateMachine):
             resumed=resumed,
             prompt=prompt[:num_prompt],
             priority=priority,
+            num_siblings=num_siblings,
         )
+        self.jobs |= {job.spec.request_id: job for job in self.world.added}
 
     @precondition(lambda self: self.ledger.alive)
     @rule(data=st.data())
     def repeat(self, data):
         request_id = data.draw(st.sampled_from(self.ledger.alive))
+        if self.jobs[request_id].leader is not None:
+            return
         self.world.add(request_id, self.jobs[request_id].num_prompt, self.now)
 
-    @rule(tokens=st.lists(st.sampled_from([50, 51, EOS]), min_size=3, max_size=3))
+    @rule(tokens=st.lists(st.sampled_from([50, 51, EOS]), min_size=MAX_SEQS, max_size=MAX_SEQS))
     def step(self, tokens):
         scheduler = self.world.scheduler
         rows = scheduler.schedule(self.now)
         assert sum(row.count for row in rows) <= BUDGET
+        assert len(rows) <= MAX_SEQS
         for row in rows:
+            if row.count == 0:
+                assert row.request.state is RequestState.FOLLOWING
+                continue
             assert row.request.state is RequestState.RUNNING
             self.paper.write(row.request, row.start, row.stop)
         if rows:
@@ -133,7 +144,11 @@ class PrefillMachine(RuleBasedStateMachine):
             assert job.state is not RequestState.ENDED
         for request_id in self.ledger.alive:
             assert self.world.scheduler.find((request_id, 0)) is self.jobs[request_id]
-        assert self.world.scheduler.num_waiting <= 3
+        for job in self.jobs.values():
+            if job.leader is not None:
+                assert not job.block_ids
+                assert self.world.scheduler.find(job.leader.key) is job.leader, "its leader has left it behind"
+        assert len(self.world.scheduler._waiting) <= 3
 
     def _after_outputs(self) -> Ledger:
         self.ledger.take(self.world.scheduler.take_outputs())
@@ -145,10 +160,13 @@ class PrefillMachine(RuleBasedStateMachine):
                 assert job.key[0] not in self.open
                 self.paper.check(job, job.num_cached)
                 self.open.add(job.key[0])
-            case SendFirstToken(key, token_id):
+            case SendFirstToken(key, token_id, siblings):
                 assert key[0] in self.open
-                self.paper.check(self.jobs[key[0]], self.jobs[key[0]].num_prefill)
-                assert self.jobs[key[0]].output_token_ids == [*self.jobs[key[0]].spec.output_token_ids, token_id]
+                job = self.jobs[key[0]]
+                self.paper.check(job, job.num_prefill)
+                for member in (job, *job.followers):
+                    token = token_id if member is job else siblings[member.spec.request_id]
+                    assert member.output_token_ids[job.num_resumed :] == [token] or member.is_over
                 self.token_sent.add(key[0])
             case AbortTransfer(key):
                 assert key[0] not in self.aborted, "aborted twice"
@@ -156,16 +174,17 @@ class PrefillMachine(RuleBasedStateMachine):
 
     def _end_transfer(self, request_id, outcome) -> None:
         self.open.discard(request_id)
-        was_alive = request_id in self.ledger.alive
+        job = self.jobs[request_id]
+        alive = [member.spec.request_id for member in (job, *job.followers) if not member.is_over]
         self.world.ended(request_id, outcome, self.now)
-        if was_alive:
-            well = outcome is TransferOutcome.DONE and request_id in self.token_sent
-            assert self._after_outputs().ends[request_id] is (EndReason.HANDED_OVER if well else EndReason.FAILED)
+        well = outcome is TransferOutcome.DONE and request_id in self.token_sent
+        for name in alive:
+            assert self._after_outputs().ends[name] is (EndReason.HANDED_OVER if well else EndReason.FAILED)
 
     def teardown(self):
         """The world heals: all transfers are answered and all prompts computed, in a bounded number of steps."""
         for _ in range(200):
-            self.step([50, 50, 50])
+            self.step([50] * MAX_SEQS)
             self.nothing_is_lost()
             for request_id in sorted(self.open):
                 if request_id in self.token_sent or request_id in self.aborted:

@@ -2,10 +2,15 @@
 
 import asyncio
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
+
+from msgspec import structs
 
 from gateway.backend import BackendError, Traits
+from gateway.gathering import Gathering
 from gateway.modes import Mode
 from kvtransfer.messages import EndReason, SamplingParams
 from tests.simulation.config import WorldConfig
@@ -19,7 +24,8 @@ MODE_WEIGHTS = (5, 3, 1)  # most trouble is where KV travels
 
 @dataclass(frozen=True)
 class Ask:
-    """What one client will do. `leave_after`, `dawdle`: seconds, if at all."""
+    """What one client will do. `leave_after`, `dawdle`: seconds, if at all. `num_choices` of one prompt begin together;
+    each is read for itself, and those in `cut_short` are left after so many tokens, as by a stop string."""
 
     name: str
     at: float
@@ -30,6 +36,14 @@ class Ask:
     leave_after: float | None = None
     dawdle: float | None = None
     is_possible: bool = True
+    num_choices: int = 1
+    cut_short: Mapping[int, int] = field(default_factory=dict)
+
+    def choice(self, index: int) -> "Ask":
+        """One of several as a call by itself."""
+        if self.num_choices == 1:
+            return self
+        return replace(self, name=f"{self.name}.{index}", sampling=structs.replace(self.sampling, choice_index=index))
 
 
 class State(Enum):
@@ -43,10 +57,12 @@ class State(Enum):
 
 
 class Client:
-    """One call. Every token is compared as it comes."""
+    """One choice of one call. Every token is compared as it comes."""
 
-    def __init__(self, ask: Ask, node: GatewayNode, model: HashModel) -> None:
+    def __init__(self, ask: Ask, node: GatewayNode, model: HashModel, gathering: Gathering[Any] | None = None) -> None:
         self.ask = ask
+        self._gathering = gathering
+        self._stop_at = ask.cut_short.get(ask.sampling.choice_index)
         self.node = node
         self.state = State.WAITING
         self.error: BackendError | None = None
@@ -78,22 +94,31 @@ class Client:
         """A call may be given up before it has begun."""
         if not self.node.is_alive:
             self.cut_off()
-        elif task.cancelled():
+        elif task.cancelled() and self.state is not State.LEFT:
             self._move(State.LEFT)
-        elif (error := task.exception()) is not None:
+        elif not task.cancelled() and (error := task.exception()) is not None:
             raise error
 
     async def _read(self) -> None:
         ask, dispatcher = self.ask, self.node.dispatcher
-        stream = dispatcher.generate(ask.prompt, ask.sampling, ask.traits, arrived_at=self.node.timeline.now)
+        stream = dispatcher.generate(
+            ask.prompt, ask.sampling, ask.traits, arrived_at=self.node.timeline.now, gathering=self._gathering
+        )
         try:
             async for delta in stream:
                 self._take(delta.token_ids, delta.finish)
+                if self._has_enough and not self.is_over:
+                    self._move(State.LEFT)
+                    return
                 if ask.dawdle is not None:
                     await asyncio.sleep(ask.dawdle)
         finally:
             await stream.aclose()
         require(self.state is State.FINISHED, self.ask.name, "has a stream that ended without a last word")
+
+    @property
+    def _has_enough(self) -> bool:
+        return self._stop_at is not None and len(self.tokens) >= self._stop_at
 
     def _take(self, token_ids: tuple[int, ...], finish: EndReason | None) -> None:
         require(not self.is_over, self.ask.name, "got more after the end")
@@ -160,6 +185,8 @@ def _draw_ask(rng: random.Random, config: WorldConfig, name: str, at: float, pro
         sampling=sampling,
         traits=Traits(rng.choice(("", "", "salt")), rng.randint(-1, 1), rng.choices(MODES, MODE_WEIGHTS)[0]),
         leave_after=rng.choice(_leaves(rng)) if may_leave and rng.random() < 0.3 else None,
+        num_choices=rng.choice((2, 3, 5)) if rng.random() < config.several_choices else 1,
+        cut_short={rng.randrange(5): rng.randint(1, 3) for _ in range(rng.choice((0, 0, 1, 3)) if may_leave else 0)},
         dawdle=rng.uniform(0, 0.1) if may_leave and rng.random() < 0.2 else None,
         is_possible=is_possible,
     )

@@ -49,6 +49,7 @@ class WorldConfig:
     max_in_flight: int
     local_threshold: int
     same_prompt: float  # share of requests whose prompt is like that of another one
+    several_choices: float  # share of calls that ask for more than one
     trouble_s: float  # until everything is healed
     num_faults: int
     fragility: float  # how often a message breaks its connection, until the healing
@@ -123,7 +124,7 @@ def draw_config(rng: random.Random) -> WorldConfig:
         max_num_seqs=rng.choice((1, 2, 4, 8)) if not is_calm else rng.choice((4, 8)),
         max_num_prefill_tokens=rng.choice((1, 4, 64)),
         queue_rules=QueueRules(
-            max_waiting=rng.choice((1, 3)) if is_tight else 32,
+            max_waiting=rng.choice((1, 3)) if is_tight else 128,
             share_prefixes=rng.random() < 0.7,
             by_priority=rng.random() < 0.3,
         ),
@@ -135,9 +136,10 @@ def draw_config(rng: random.Random) -> WorldConfig:
         lease=600.0 if is_calm else rng.choice((0.8, 2.0, 5.0)),
         queue_timeout=600.0 if is_calm else rng.choice((1.0, 4.0)),
         stream_buffer_tokens=rng.choice((4, 64)) if not is_calm else 64,
-        max_in_flight=4 if is_tight else 64,
+        max_in_flight=4 if is_tight else 256,
         local_threshold=rng.choice((0, 4, 16)),
         same_prompt=rng.choice((0.0, 0.6)),
+        several_choices=rng.choice((0.0, 0.3, 0.3, 0.8)),
         trouble_s=rng.uniform(1.0, 7.0),
         num_faults=rng.choice((1, 2, 4, 8)) if may_break else 0,
         fragility=rng.choice((0.0, 0.003, 0.03, 0.1)) if may_break else 0.0,

@@ -4,7 +4,7 @@ Nothing is ever cleared: a block that is handed out anew still holds what its fo
 so KV that did not come is found as KV of somebody else.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.block_moves import BlockMove, Route
@@ -28,6 +28,7 @@ class HashKvCache:
     def __init__(self, layout: KvLayout, books: "WatchedPool") -> None:
         self.layout = layout
         self._books = books
+        self.num_copied = 0
         self._slots: list[list[bytes]] = [[b""] * self.num_tokens for _ in range(layout.num_layers)]
 
     @property
@@ -42,6 +43,15 @@ class HashKvCache:
             require(len(owners) == 1, request.key, "writes to block", block, "of", owners)
         for slot, entry in zip(self._own_slots(request, start, start + len(entries)), entries, strict=True):
             slots[slot] = entry
+
+    def copy_blocks(self, copies: Mapping[int, int]) -> None:
+        """All layers at once; what is read is read before anything is written."""
+        size = self._books.block_size
+        self.num_copied += len(copies)
+        for slots in self._slots:
+            contents = {target: slots[source * size : (source + 1) * size] for target, source in copies.items()}
+            for target, content in contents.items():
+                slots[target * size : (target + 1) * size] = content
 
     def read(self, request: Request, layer: int, start: int, stop: int) -> list[bytes]:
         slots = self._slots[layer]
@@ -100,7 +110,8 @@ class HashRunner:
         digests = [self._model.digests(row.request.token_slice(0, row.stop)) for row in rows]
         for layer in range(self._model.num_layers):
             for row, found in zip(rows, digests, strict=True):
-                self._layer(row, layer, found)
+                if row.count:
+                    self._layer(row, layer, found)
             if on_layer is not None:
                 on_layer(layer)
             self._elsewhere()

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.request import Request, RequestState
+from engine.request import Request
 from gateway.observer import RequestOutcome
 from kvtransfer.control import FromGateway, GatewayLost
 from kvtransfer.errors import MessageError
@@ -48,6 +48,7 @@ class Invariants:
         self._told: dict[str, dict[tuple[str, RequestKey], bool]] = {}  # by gateway: who has which request
         self._outcomes: Counter[str] = Counter()
         self.num_local = 0  # attempts whose prompt decode computes
+        self.num_groups = 0  # messages for several choices of a prompt
         self._names: dict[str, str] = {}
         self._to_go: dict[str, list[Request]] = {}  # by worker: what it has been told to cancel
         self._cancelled: set[tuple[str, RequestKey]] = set()
@@ -69,8 +70,7 @@ class Invariants:
         require(waiting <= self._config.max_waiting, node.title, "has", waiting, "waiting")
         if not node.inbox.backlog:
             for request in self._to_go.pop(node.title, ()):
-                is_gone = request.state in (RequestState.CLOSING, RequestState.ENDED)
-                require(is_gone, node.title, self.name(request.key), "goes on after its cancellation")
+                require(request.is_over, node.title, self.name(request.key), "goes on after its cancellation")
 
     def worker_takes(self, node: WorkerNode, event: Any) -> None:
         match event:
@@ -78,8 +78,9 @@ class Invariants:
                 self._must_go(node, lambda request: request.key == (request_id, attempt) and request.gateway == gateway)
                 self._cancelled.add((node.title, (request_id, attempt)))
             case FromGateway(gateway, message):
-                key = (message.request.request_id, message.request.attempt)
-                self._taken[node.title, gateway, key] = node.links._links[gateway].introduction
+                for spec in message.specs:
+                    key = (spec.request_id, spec.attempt)
+                    self._taken[node.title, gateway, key] = node.links._links[gateway].introduction
                 self._check_inbox(node)
             case GatewayLost(gateway):
                 self._must_go(node, lambda request: request.gateway == gateway)
@@ -171,12 +172,14 @@ class Invariants:
     def gateway_says(self, node: GatewayNode, worker_id: str, message: Any) -> None:
         told = self._told.setdefault(node.title, {})
         match message:
-            case PrefillRequest(request=spec) | DecodeRequest(request=spec):
-                key = (spec.request_id, spec.attempt)
-                self._specs[key] = spec
+            case PrefillRequest() | DecodeRequest():
                 self.num_local += isinstance(message, DecodeRequest) and message.source is None
-                told[worker_id, key] = True
-                node.note(f"{self.name(key)} goes to {worker_id}")
+                self.num_groups += bool(message.siblings)
+                for spec in message.specs:
+                    key = (spec.request_id, spec.attempt)
+                    self._specs[key] = spec
+                    told[worker_id, key] = True
+                    node.note(f"{self.name(key)} goes to {worker_id}")
             case Cancel(request_id, attempt):
                 told.pop((worker_id, (request_id, attempt)), None)
             case Welcome():

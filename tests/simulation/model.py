@@ -2,7 +2,7 @@
 
     digest[i] = BLAKE2b(digest[i - 1], token[i])                 so it names the whole prefix
     KV of layer l at token i = digest[i], marked with l          K is its first half, V its second
-    next token = BLAKE2b(digest[last], seed)                     and now and then the end of the text
+    next token = BLAKE2b(digest[last], seed, choice)             and now and then the end of the text
 
 So a wrong continuation shows in the tokens, and a swapped, stale, missing or misplaced block when it is read.
 """
@@ -52,7 +52,8 @@ class HashModel:
 
     def next_token(self, digest: bytes, sampling: SamplingParams) -> int:
         """The token behind the prefix that `digest` names."""
-        drawn = hashlib.blake2b(digest + struct.pack("<q", sampling.seed), digest_size=8).digest()
+        key = struct.pack("<qI", sampling.seed, sampling.choice_index)
+        drawn = hashlib.blake2b(digest + key, digest_size=8).digest()
         number = int.from_bytes(drawn, "little")
         if number % EOS_ONE_IN == 0:
             return EOS

@@ -128,8 +128,8 @@ IN_GATEWAY = (
     Mutation(
         "unbounded-flights",
         "more requests are taken than the limit allows",
-        "gateway.dispatch:Dispatcher._admit",
-        "if self.in_flight >= self._settings.max_in_flight:",
+        "gateway.dispatch:Dispatcher._launch",
+        "if self.in_flight + len(flights) > limit:",
         "if False:",
     ),
     Mutation(

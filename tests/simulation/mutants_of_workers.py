@@ -21,7 +21,7 @@ IN_ENGINE = (
         "ignore-cancel",
         "a worker goes on with what nobody waits for",
         "engine.request_book:RequestBook.cancel",
-        "self._end(request, EndReason.CANCELLED, now)",
+        "self._end_alone(request, EndReason.CANCELLED, now)",
         "pass",
     ),
     Mutation(
@@ -35,7 +35,7 @@ IN_ENGINE = (
         "unbounded-queue",
         "a full queue takes more",
         "engine.request_book:RequestBook.add",
-        "len(self._waiting) >= self._rules.max_waiting",
+        "self._num_queued >= self._rules.max_waiting",
         "False",
     ),
     Mutation(
@@ -93,9 +93,9 @@ IN_SHARING = (
     Mutation(
         "grow-one-late",
         "a request gets its next block a token too late",
-        "engine.growing_book:GrowingBook._grow",
-        "if request.num_tokens <= ",
-        "if request.num_tokens - 1 <= ",
+        "engine.growing_book:GrowingBook._may_write",
+        "(request.num_tokens - 1)",
+        "(request.num_tokens - 2)",
     ),
     Mutation(
         "preempted-never-back",
@@ -130,6 +130,51 @@ IN_SWAPPING = (
     ),
 )
 
+IN_GROUPS = (
+    Mutation(
+        "write-to-shared",
+        "choices of a prompt write to the block that they share",
+        "engine.growing_book:GrowingBook._may_write",
+        " and not self._pool.is_shared(request.block_ids[index])",
+        "",
+    ),
+    Mutation(
+        "copy-forgotten",
+        "a block that replaces a shared one is never filled",
+        "decode.worker:DecodeRole._compute",
+        "self._engine.kv_cache.copy_blocks(self._scheduler.take_copies())",
+        "self._scheduler.take_copies()",
+    ),
+    Mutation(
+        "free-for-all-owners",
+        "the first owner that frees a block frees it for all",
+        "engine.block_pool:BlockPool.free",
+        "holders.remove(owner)",
+        "holders.clear()",
+    ),
+    Mutation(
+        "leader-takes-all-along",
+        "the choices of a prompt end with the first one",
+        "engine.request_book:RequestBook._end_alone",
+        "if request.followers:",
+        "if False:",
+    ),
+    Mutation(
+        "carrier-never-ends",
+        "a leader that nobody waits for goes on when its last follower is gone",
+        "engine.request_book:RequestBook._end_alone",
+        "if leader is not None and leader.is_over and not leader.followers:",
+        "if False:",
+    ),
+    Mutation(
+        "all-draw-the-same",
+        "all choices of a prompt draw with the noise of the first one",
+        "kvtransfer.messages:Sibling.spec",
+        "choice_index=self.choice_index",
+        "choice_index=leader.sampling.choice_index",
+    ),
+)
+
 IN_PREFILL = (
     Mutation(
         "prefill-last-block",
@@ -148,8 +193,8 @@ IN_PREFILL = (
     Mutation(
         "no-first-token-to-decode",
         "decode never gets the first token",
-        "prefill.scheduler:PrefillScheduler._first_token",
-        "self._commands.append(SendFirstToken(request.key, token_id))",
+        "prefill.scheduler:PrefillScheduler._first_tokens",
+        "self._commands.append(SendFirstToken(request.key, tokens[request.key], siblings))",
         "pass",
     ),
     Mutation(

@@ -57,7 +57,7 @@ def test_all_that_may_happen_does_happen():
     seen: Counter = Counter()
     wanted = {*Fault, *Climate, *State, "a broken connection", "a lost message", "two gateways"}
     wanted -= {State.WAITING}
-    wanted |= {"a damaged frame", "a lost frame", "a resend", "a local prompt"}
+    wanted |= {"a damaged frame", "a lost frame", "a resend", "a local prompt", "a group", "a copied block"}
     wanted |= {"swapped out", "swapped in", "no room to swap"}
     for seed in range(MOST_LOOKED_AT):
         _note(World(seed), seen)
@@ -106,6 +106,8 @@ def _note(world: World, seen: Counter) -> None:
     seen["swapped in"] += sum(load.swap.num_in for load in loads)
     seen["no room to swap"] += sum(load.swap.num_refused for load in loads)
     seen["a local prompt"] += world.invariants.num_local
+    seen["a group"] += world.invariants.num_groups
+    seen["a copied block"] += sum(node.engine.kv_cache.num_copied for node in decode)
     seen["two gateways"] += world.config.num_gateways > 1
     for name in [name for name, count in seen.items() if not count]:
         del seen[name]

@@ -9,8 +9,10 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from gateway.backend import InvalidRequestError, OverloadedError, RequestFailedError, Traits, UnavailableError
+from gateway.gathering import Gathering
 from gateway.merge import InconsistentOutputError
 from gateway.modes import Mode
 from kvtransfer.messages import Role, SamplingParams
@@ -152,7 +154,9 @@ class World:
         self._num_to_come -= 1
         node = self.nodes.get(f"gateway-{ask.gateway}")
         if isinstance(node, GatewayNode) and node.is_alive:
-            self.clients.append(Client(ask, node, self.model))
+            gathering: Gathering[Any] = Gathering(ask.num_choices)
+            choices = [ask.choice(index) for index in range(ask.num_choices)]
+            self.clients += [Client(choice, node, self.model, gathering) for choice in choices]
 
     # --- faults
 
