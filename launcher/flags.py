@@ -6,6 +6,7 @@ from decode.config import DecodeConfig
 from gateway.config import GatewayConfig
 from kvtransfer.settings import Option, Settings, options
 from launcher.config import ServeConfig
+from launcher.generate_config import GenerateConfig
 from prefill.config import PrefillConfig
 
 COMMANDS: Final[tuple[tuple[str, type[Settings]], ...]] = (
@@ -13,6 +14,7 @@ COMMANDS: Final[tuple[tuple[str, type[Settings]], ...]] = (
     ("gateway", GatewayConfig),
     ("prefill", PrefillConfig),
     ("decode", DecodeConfig),
+    ("generate", GenerateConfig),
 )
 
 
