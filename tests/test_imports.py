@@ -84,6 +84,7 @@ PURE_FILES = (
     "experiments/mixed_summary.py",
     "experiments/mixed_tables.py",
     "experiments/percentiles.py",
+    "experiments/sharing_summary.py",
     "experiments/stream_record.py",
     "experiments/transfer_report.py",
 )
