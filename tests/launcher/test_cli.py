@@ -92,7 +92,7 @@ def test_keys_explains_itself(capsys):
 
 def test_flags_takes_no_arguments(capsys):
     assert main(["flags"]) == 0
-    assert "| `--max-num-batched-tokens` | serve, prefill | 512 |" in capsys.readouterr().out
+    assert "| `--max-num-batched-tokens` | serve, prefill, generate | 512 |" in capsys.readouterr().out
     assert main(["flags", "x"]) == 2
 
 
