@@ -11,7 +11,7 @@ URL ?= http://127.0.0.1:8000
 SECONDS ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test simulate check kernels-aot bench-step bench-mixed bench-handoff bench-transfer faults fuzz soak venv fetch-model clean bench-kernels
+.PHONY: help serve test simulate check kernels-aot bench-step bench-mixed bench-handoff bench-transfer bench-sharing faults fuzz soak venv fetch-model clean bench-kernels
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
@@ -45,6 +45,9 @@ bench-handoff: $(INSTALLED)  ## Time the hand-over of a request that is alone: m
 
 bench-transfer: $(INSTALLED)  ## Time the KV transfer over loopback against bare sockets
 	$(VENV)/bin/python -m experiments.transfer_bench $(ARGS)
+
+bench-sharing: $(INSTALLED) fetch-model  ## Time what a cached prefix and several choices of one prompt save
+	$(VENV)/bin/python -m experiments.bench_sharing $(ARGS)
 
 bench-kernels: $(INSTALLED)  ## Time each kernel on a GPU against its floor; ARGS='--device cpu' for the CPU's kernels
 	$(VENV)/bin/python -m experiments.kernel_bench $(ARGS)

@@ -4,6 +4,7 @@ EngineError
 ├── ModelError          a checkpoint cannot be served (unknown architecture, missing or surplus weight, bad config)
 ├── DeviceError         the device that was asked for is not there, or torch cannot use it
 ├── CapacityError       the KV pool or the device memory is too small for what was asked; says by how much
+├── UsageError          a call that the state of an offline LLM does not allow: it is closed, or generating already
 ├── OutOfBlocksError    an allocation did not fit (a scheduler's own matter; never reaches a client)
 └── RejectedError       a request that this worker can never serve; `str(error)` is safe to show the client
 """
@@ -27,6 +28,10 @@ class CapacityError(EngineError):
 
 class OutOfBlocksError(EngineError):
     """The block pool has fewer free blocks than an allocation needs."""
+
+
+class UsageError(EngineError):
+    """The offline LLM is closed, or in the middle of another generation."""
 
 
 class RejectedError(EngineError):

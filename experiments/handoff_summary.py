@@ -102,15 +102,17 @@ def summarise(
 
 def histogram_total(metrics_text: str, name: str) -> HistogramTotal | None:
     """Sum and count of histogram `name` in Prometheus' text format, over all its labels; None if it is not there."""
-    seconds, count = _total(metrics_text, f"{name}_sum"), _total(metrics_text, f"{name}_count")
+    seconds, count = series_total(metrics_text, f"{name}_sum"), series_total(metrics_text, f"{name}_count")
     return None if seconds is None or count is None else HistogramTotal(seconds, count)
 
 
-def _total(metrics_text: str, series: str) -> float | None:
+def series_total(metrics_text: str, series: str, label: str = "") -> float | None:
+    """Sum of a series of Prometheus' text format over all its labels, or over those that have `label`; None if it is
+    not there."""
     values = [
         float(line.rsplit(" ", 1)[1])
         for line in metrics_text.splitlines()
-        if line.partition(" ")[0].partition("{")[0] == series
+        if line.partition(" ")[0].partition("{")[0] == series and label in line
     ]
     return sum(values) if values else None
 

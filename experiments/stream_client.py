@@ -74,7 +74,7 @@ class StreamClient:
             if response.status_code != httpx.codes.OK:
                 text = (await response.aread()).decode(errors="replace")
                 raise ServerError(f"HTTP {response.status_code}: {text}")
-            async for data in _events(response):
+            async for data in events_of(response):
                 watch.take(data, time.monotonic())
 
 
@@ -128,7 +128,7 @@ class _Watch:
         )
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[str]:
+async def events_of(response: httpx.Response) -> AsyncIterator[str]:
     """The data of each server-sent event; comments and empty lines are none."""
     async for line in response.aiter_lines():
         if line.startswith("data:"):

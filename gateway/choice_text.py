@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.detokenizer import Detokenizer
+from engine.stops import StopScanner
 from gateway.backend import TokenDelta
-from gateway.detokenizer import Detokenizer
-from gateway.stops import StopScanner
 from gateway.tokenizer import Tokenizer
 from kvtransfer.messages import EndReason
 

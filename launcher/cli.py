@@ -10,9 +10,11 @@ from importlib.metadata import version
 from types import MappingProxyType
 from typing import Final, NoReturn
 
-from kvtransfer.settings import one_line_errors, parse
+from kvtransfer.logs import configure_logging
+from kvtransfer.settings import exit_with, one_line_errors, parse
 from kvtransfer.signals import run_and_leave
 from launcher.config import FetchConfig, HealthConfig, ServeConfig
+from launcher.generate_config import GenerateConfig
 
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
@@ -26,6 +28,7 @@ An LLM server that runs prefill and decode on different GPUs.
   prefill       one worker that turns prompts into KV cache
   decode        one worker that takes KV cache, or computes it, and generates
   worker        one worker that is either, and switches its role when told to
+  generate      a file of prompts to a file of results, in this process
   fetch-model   bring a model onto this machine
   keys          make the keys by which our processes know each other
   health        exit code 0 if a gateway is ready, or gives a worker requests, else 1
@@ -74,6 +77,21 @@ def _worker(argv: Sequence[str]) -> int:
     from launcher.worker import main as run_worker
 
     return run_worker(argv)
+
+
+def _generate(argv: Sequence[str]) -> int:
+    prog = "kvsplice generate"
+    description = "Continues each prompt of a file. What the output holds already is not computed again."
+    config = parse(GenerateConfig, argv, os.environ, prog, description)
+    configure_logging(config.log_level)
+    from engine.startup import failures_in_one_line
+    from launcher.generate import generate
+
+    with _interruptible(), failures_in_one_line(prog):
+        try:
+            return generate(config)
+        except OSError as error:  # the disk is full, or nobody reads standard output any more
+            exit_with(prog, error, 1)
 
 
 def _fetch_model(argv: Sequence[str]) -> int:
@@ -146,6 +164,7 @@ COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = MappingProxyType
         "prefill": _role("prefill"),
         "decode": _role("decode"),
         "worker": _worker,
+        "generate": _generate,
         "fetch-model": _fetch_model,
         "keys": _keys,
         "health": _health,

@@ -6,6 +6,7 @@ from decode.config import DecodeConfig
 from gateway.config import GatewayConfig
 from kvtransfer.settings import Option, Settings, options
 from launcher.config import ServeConfig
+from launcher.generate_config import GenerateConfig
 from launcher.worker_config import WorkerConfig
 from prefill.config import PrefillConfig
 
@@ -15,6 +16,7 @@ COMMANDS: Final[tuple[tuple[str, type[Settings]], ...]] = (
     ("prefill", PrefillConfig),
     ("decode", DecodeConfig),
     ("worker", WorkerConfig),
+    ("generate", GenerateConfig),
 )
 
 

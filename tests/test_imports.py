@@ -2,7 +2,7 @@
 
 launcher, experiments           sit on top
 gateway   prefill   decode      roles: never each other; the gateway never torch
-             engine             what both workers share
+             engine             what both workers share, and what runs without a cluster
     kvtransfer    kernels       import none of ours
 """
 
@@ -30,12 +30,13 @@ ALLOWED = {
     ),
     "prefill": ("engine", "kvtransfer"),
     "decode": ("engine", "kvtransfer"),
-    "gateway": ("kvtransfer",),
+    # The pure steps from tokens to text: one process without a gateway needs them as well.
+    "gateway": ("engine.detokenizer", "engine.stops", "kvtransfer"),
     "launcher": ("gateway", "prefill", "decode", "engine", "kvtransfer"),
     "experiments": ("launcher", "gateway", "prefill", "decode", "engine", "kvtransfer", "kernels"),
 }
 ENTRY_POINTS_MAY = ("launcher.default_model",)
-"""`python -m ROLE` takes a model's name, so the entry points (and only they) ask where it is."""
+"""`python -m ROLE` and `engine.offline` take a model's name, so the entry points (and only they) ask where it is."""
 
 SOCKET_FILES = {
     "experiments/bare_ends.py",
@@ -67,6 +68,11 @@ PURE_FILES = (
     "kvtransfer/send_machine.py",
     "kvtransfer/stream.py",
     "engine/stopping.py",
+    "engine/detokenizer.py",
+    "engine/stops.py",
+    "engine/local_scheduler.py",
+    "engine/offline_output.py",
+    "engine/offline_sampling.py",
     "experiments/handoff_summary.py",
     "experiments/kernel_work.py",
     "engine/admission.py",
@@ -81,6 +87,7 @@ PURE_FILES = (
     "experiments/mixed_summary.py",
     "experiments/mixed_tables.py",
     "experiments/percentiles.py",
+    "experiments/sharing_summary.py",
     "experiments/stream_record.py",
     "experiments/transfer_report.py",
 )
@@ -94,6 +101,10 @@ def source_files(package):
 
 def relative(path):
     return path.relative_to(ROOT).as_posix()
+
+
+def is_entry_point(path):
+    return path.name == "__main__.py" or relative(path) == "engine/offline.py"
 
 
 def imports_of(path):
@@ -133,10 +144,15 @@ def test_packages_import_only_what_they_may(package):
     wrong = []
     for path in source_files(package):
         allowed = (package, *ALLOWED[package])
-        if path.name == "__main__.py":
+        if is_entry_point(path):
             allowed += ENTRY_POINTS_MAY
         wrong += [f"{relative(path)} imports {name}" for name in our_imports(path) if not is_under(name, allowed)]
     assert wrong == []
+
+
+def test_nothing_below_imports_an_entry_point():
+    below = [path for package in ("engine", "gateway", "prefill", "decode") for path in source_files(package)]
+    assert [relative(path) for path in below if is_any(imports_of(path), ("engine.offline",))] == []
 
 
 def test_no_package_is_forgotten():

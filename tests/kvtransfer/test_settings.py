@@ -10,10 +10,20 @@ from kvtransfer.errors import SettingsError
 from kvtransfer.settings import Settings, options, parse, setting, to_flags
 from kvtransfer.variables import KNOWN_VARIABLES
 from launcher.config import FetchConfig, HealthConfig, ServeConfig
+from launcher.generate_config import GenerateConfig
 from launcher.worker_config import WorkerConfig
 from prefill.config import PrefillConfig
 
-CONFIGS = [GatewayConfig, PrefillConfig, DecodeConfig, WorkerConfig, ServeConfig, FetchConfig, HealthConfig]
+CONFIGS = [
+    GatewayConfig,
+    PrefillConfig,
+    DecodeConfig,
+    WorkerConfig,
+    ServeConfig,
+    FetchConfig,
+    HealthConfig,
+    GenerateConfig,
+]
 NOT_FLAGS = {"KVSPLICE_CACHE"}
 
 

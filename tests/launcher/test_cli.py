@@ -92,7 +92,7 @@ def test_keys_explains_itself(capsys):
 
 def test_flags_takes_no_arguments(capsys):
     assert main(["flags"]) == 0
-    assert "| `--max-num-batched-tokens` | serve, prefill, worker | 512 |" in capsys.readouterr().out
+    assert "| `--max-num-batched-tokens` | serve, prefill, worker, generate | 512 |" in capsys.readouterr().out
     assert main(["flags", "x"]) == 2
 
 

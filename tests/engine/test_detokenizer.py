@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, normalizers
 
-from gateway.detokenizer import Detokenizer
+from engine.detokenizer import Detokenizer
 from tests.gateway.http_world import byte_level_bpe, ids_of, tokenizer_of_world
 
 TEXTS = st.text(max_size=20)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.stops import StopScanner
+from engine.stops import StopScanner
 
 
 def scan(pieces, stops, include=False):
