@@ -20,7 +20,6 @@ Room is kept for none that prefill has not admitted: with both pools nearly full
 other keeps for somebody else.
 """
 
-from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -30,7 +29,7 @@ from engine.request import Outgoing, Request, RequestState, ScheduledRow
 from engine.request_book import QueueRules
 from engine.stopping import finish_reason
 from kvtransfer.incoming import KvOffered, PeerId, ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput
+from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,11 @@ class DecodeJob(Request):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.num_reported = self.num_resumed
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Only if its prompt is computed here to begin with: else prefill has told it all."""
+        return self.peer is None and super().scores_prompt
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
         else:
             if event.first_frame_at is not None:
                 request.record(LifetimeEvent.FIRST_FRAME, event.first_frame_at)
-            self._start_running(request, event.first_token_id, now)
+            self._start_running(request, event.first_token_id, event.first_logprob, now)
 
     def expire(self, now: float) -> None:
         """Ends requests that have waited too long for their offer, or for room."""
@@ -150,26 +154,19 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
             row.request.record(LifetimeEvent.RUNNING, now)
         return rows
 
-    def complete(self, rows: Sequence[ScheduledRow], sampled: Sequence[int | None], now: float) -> None:
-        """Books a step: each row's sampled token, and ends."""
-        for row, token_id in zip(rows, sampled, strict=True):
-            assert isinstance(row.request, DecodeJob), row.request
-            assert (token_id is not None) == row.samples, f"row of {row.request.key} sampled {token_id}"
-            self._computed(row.request, row.stop)
-            if token_id is None:
-                continue
-            self._append(row.request, token_id, now)
-            if row.request.num_reported < len(row.request.output_token_ids):
-                self._say(row.request, None)
+    def _sampled(self, request: DecodeJob, token_id: int, logprob: TokenLogprob | None, now: float) -> None:
+        self._append(request, token_id, logprob, now)
+        if request.num_reported < len(request.output_token_ids):
+            self._say(request, None)
 
-    def _start_running(self, request: DecodeJob, first_token_id: int, now: float) -> None:
+    def _start_running(self, request: DecodeJob, first_token_id: int, logprob: TokenLogprob | None, now: float) -> None:
         request.record(LifetimeEvent.SPLICED, now)
         self._run(request)
         self._computed(request, request.num_prefill)
-        self._append(request, first_token_id, now)
+        self._append(request, first_token_id, logprob, now)
 
-    def _append(self, request: DecodeJob, token_id: int, now: float) -> None:
-        request.output_token_ids.append(token_id)
+    def _append(self, request: DecodeJob, token_id: int, logprob: TokenLogprob | None, now: float) -> None:
+        request.append(token_id, logprob)
         if request.peer is None:
             request.record(LifetimeEvent.FIRST_TOKEN, now)
         reason = finish_reason(request, self._eos_token_ids, self._limits.max_model_len)
@@ -224,6 +221,7 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
         """Tells the gateway what is new. The first token is said again: prefill's word may have been lost with it."""
         start, request.num_reported = request.num_reported, len(request.output_token_ids)
         token_ids = tuple(request.output_token_ids[start:])
+        logprobs, request.logprobs = tuple(request.logprobs), []
         output = RequestOutput(
             request_id=request.spec.request_id,
             attempt=request.spec.attempt,
@@ -232,6 +230,7 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
             end=end,
             num_cached=request.num_cached if request.peer is None else 0,
             events=request.readings() if end is not None or not token_ids else {},
+            logprobs=logprobs,
         )
         self._outputs.append(Outgoing(request.gateway, output))
 

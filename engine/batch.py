@@ -34,6 +34,7 @@ class Batch:
     prefill: RaggedRows | None  # rows of several tokens
     sample_tokens: torch.Tensor  # [S] int64, the tokens whose logits give a next token
     sample_rows: tuple[int, ...]  # [S] rows that they belong to, ascending
+    score_tokens: torch.Tensor | None = None  # [P] int64, the prompt tokens whose logits are asked for, row by row
 
     @property
     def all_sample(self) -> bool:
@@ -54,6 +55,7 @@ def build_batch(rows: Sequence[ScheduledRow], block_size: int, device: torch.dev
     ordered = [*decode, *prefill]
     last_token = _last_tokens(rows)
     sample_rows = tuple(index for index, row in enumerate(rows) if row.samples)
+    scored = [last - row.stop + 1 + place for last, row in zip(last_token, rows, strict=True) for place in row.scored]
     return Batch(
         token_ids=_to_device(
             torch.tensor([token for row in ordered for token in row.request.token_slice(row.start, row.stop)]), device
@@ -72,6 +74,7 @@ def build_batch(rows: Sequence[ScheduledRow], block_size: int, device: torch.dev
         prefill=_ragged_rows(prefill, block_size, device) if prefill else None,
         sample_tokens=_to_device(torch.tensor([last_token[index] for index in sample_rows], dtype=torch.int64), device),
         sample_rows=sample_rows,
+        score_tokens=_to_device(torch.tensor(scored, dtype=torch.int64), device) if scored else None,
     )
 
 

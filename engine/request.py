@@ -12,12 +12,12 @@ Positions of a request's tokens, and what has been computed of them (KV in the p
 What prefill computes and hands over is [0, num_prefill): the prompt, and what earlier attempts have generated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtransfer.faults import Witness, unwatched
-from kvtransfer.messages import LifetimeEvent, RequestKey, RequestOutput, RequestSpec, SamplingParams
+from kvtransfer.messages import LifetimeEvent, RequestKey, RequestOutput, RequestSpec, SamplingParams, TokenLogprob
 
 
 class RequestState(Enum):
@@ -67,7 +67,8 @@ class Request:
     `gateway` is the name of the gateway that owns it; `events` holds clock readings in seconds (monotonic). `lent`: a
     transfer's thread may touch its blocks, so they can't be freed before the transfer has ended. `num_cached`: tokens
     whose KV was in the pool already when it was admitted. `arrival`: its number among all that came to this
-    worker. `witness` is told of each event.
+    worker. `witness` is told of each event. `logprobs`: of the last output tokens, as far as its gateway has not heard
+    them, if it asks for them. `num_scored`: prompt tokens behind the first one whose log probabilities it has heard.
     """
 
     spec: RequestSpec
@@ -80,6 +81,8 @@ class Request:
     arrival: int = 0
     events: dict[LifetimeEvent, float] = field(default_factory=dict)
     lent: bool = False
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_scored: int = 0
     witness: Witness = unwatched
 
     def __post_init__(self) -> None:
@@ -118,6 +121,18 @@ class Request:
     @property
     def num_uncomputed(self) -> int:
         return self.num_tokens - self.num_computed
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it is still to be told how likely tokens of the prompt were. Until then all of it is computed: KV
+        that is found somewhere brings no logits."""
+        return self.sampling.num_prompt_logprobs is not None and self.num_scored < self.num_prompt - 1
+
+    def append(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        """The next output token. Its `logprob` is kept if the request asks for it."""
+        self.output_token_ids.append(token_id)
+        if logprob is not None and self.sampling.num_logprobs is not None:
+            self.logprobs.append(logprob)
 
     def token_slice(self, start: int, stop: int) -> list[int]:
         """Token ids at positions [start, stop), prompt and output alike."""
@@ -167,3 +182,28 @@ class ScheduledRow:
     def samples(self) -> bool:
         """Whether the step ends at the request's last known token, so that its logits give the next one."""
         return self.stop == self.request.num_tokens
+
+    @property
+    def scored(self) -> range:
+        """Positions whose logits say how likely the prompt's next token was, of those that are still to be told."""
+        request = self.request
+        if not request.scores_prompt:
+            return range(0)
+        assert self.start <= request.num_scored, f"{request.key}: from {self.start}, scored are {request.num_scored}"
+        return range(request.num_scored, max(request.num_scored, min(self.stop, request.num_prompt - 1)))
+
+
+@dataclass(frozen=True)
+class RowLogprobs:
+    """What one row of a step has told: of the token that it sampled, and of prompt tokens in order, if asked."""
+
+    token: TokenLogprob | None = None
+    prompt: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """For each row of a step the token it sampled, or None; and by the row's index what it has told of likelihoods."""
+
+    token_ids: Sequence[int | None]
+    logprobs: Mapping[int, RowLogprobs] = field(default_factory=dict)

@@ -17,8 +17,18 @@ from typing import Generic, TypeVar
 
 from engine.block_pool import BlockPool
 from engine.prefix_hash import BlockNames
-from engine.request import Outgoing, Request, RequestState, ScheduledRow
-from kvtransfer.messages import MAX_TEXT_CHARS, EndReason, LifetimeEvent, Load, RequestEnd, RequestKey
+from engine.request import Outgoing, Request, RequestState, RowLogprobs, ScheduledRow, StepResult
+from kvtransfer.messages import (
+    MAX_TEXT_CHARS,
+    EndReason,
+    LifetimeEvent,
+    Load,
+    PromptLogprobs,
+    RequestEnd,
+    RequestKey,
+    RequestOutput,
+    TokenLogprob,
+)
 
 Job = TypeVar("Job", bound=Request)
 Command = TypeVar("Command")
@@ -134,9 +144,21 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
     def schedule(self, now: float) -> list[ScheduledRow]:
         """The rows of the next step; empty if there is nothing to compute."""
 
+    def complete(self, rows: Sequence[ScheduledRow], result: StepResult, now: float) -> None:
+        """Books a step: what is computed, what it has told of prompts, and the tokens that it sampled."""
+        for index, (row, token_id) in enumerate(zip(rows, result.token_ids, strict=True)):
+            assert (token_id is not None) == row.samples, f"row of {row.request.key} sampled {token_id}"
+            told = result.logprobs.get(index, RowLogprobs())
+            job = self._requests[row.request.key]
+            self._computed(job, row.stop)
+            if told.prompt:
+                self._say_scores(job, told.prompt)
+            if token_id is not None:
+                self._sampled(job, token_id, told.token, now)
+
     @abc.abstractmethod
-    def complete(self, rows: Sequence[ScheduledRow], sampled: Sequence[int | None], now: float) -> None:
-        """Books a step: for each row the token it sampled, or None."""
+    def _sampled(self, request: Job, token_id: int, logprob: TokenLogprob | None, now: float) -> None:
+        """A step has given `request` its next token."""
 
     def _queued(self, request: Job, now: float) -> None:
         """`request` has just been queued; where that is all, nothing is left to do."""
@@ -163,7 +185,7 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
 
     def _cached_blocks(self, request: Job, num_tokens: int) -> list[int]:
         """Blocks that hold the KV of the request's first tokens already, of `num_tokens` at most."""
-        if not self._rules.share_prefixes:
+        if not self._rules.share_prefixes or request.scores_prompt:
             return []
         num_full = num_tokens // self._pool.block_size
         return self._pool.find(self._names_of(request, num_full)[:num_full])
@@ -211,6 +233,17 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
             if request.block_ids
         )
         return min(1.0, max(0, spare) / slots) if slots else 0.0
+
+    def _say_scores(self, request: Job, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """Tells the gateway how likely the prompt's next tokens were."""
+        output = RequestOutput(
+            request_id=request.spec.request_id,
+            attempt=request.spec.attempt,
+            start=request.num_resumed,
+            prompt_logprobs=PromptLogprobs(request.num_scored + 1, logprobs),
+        )
+        request.num_scored += len(logprobs)
+        self._outputs.append(Outgoing(request.gateway, output))
 
     # --- ends
 

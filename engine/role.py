@@ -10,7 +10,7 @@ import msgspec
 from engine.admission import check_spec
 from engine.assembly import Engine
 from engine.errors import RejectedError
-from engine.request import ScheduledRow
+from engine.request import ScheduledRow, StepResult
 from engine.request_book import Command, Job, RequestBook
 from kvtransfer.faults import Witness, unwatched
 from kvtransfer.messages import Cancel, EndReason, KvTraffic, Load, RequestEnd, RequestOutput, RequestSpec
@@ -75,8 +75,8 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
         self._carry_out_all()  # what has been admitted is offered before its KV is computed, not a step later
         if not rows:
             return False
-        sampled = self._compute(rows)
-        self._book.complete(rows, sampled, self._clock())
+        result = self._compute(rows)
+        self._book.complete(rows, result, self._clock())
         return True
 
     def _carry_out_all(self) -> None:
@@ -88,8 +88,8 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
         """What has become of KV that moved, since the start."""
 
     @abc.abstractmethod
-    def _compute(self, rows: Sequence[ScheduledRow]) -> list[int | None]:
-        """Runs the model over `rows`: for each the token it sampled, or None."""
+    def _compute(self, rows: Sequence[ScheduledRow]) -> StepResult:
+        """Runs the model over `rows`."""
 
     @abc.abstractmethod
     def _carry_out(self, command: Command) -> None:

@@ -77,5 +77,9 @@ def offer_of(transfer: OutgoingTransfer) -> KvOffer:
 
 def first_token_of(transfer: OutgoingTransfer, token_id: int) -> KvFirstToken:
     return KvFirstToken(
-        *transfer.key, token_id=token_id, sent_bytes=transfer.sent_bytes, num_resends=transfer.num_resends
+        *transfer.key,
+        token_id=token_id,
+        sent_bytes=transfer.sent_bytes,
+        num_resends=transfer.num_resends,
+        logprob=transfer.first_logprob,
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtransfer.errors import ProtocolError
-from kvtransfer.messages import RequestKey
+from kvtransfer.messages import RequestKey, TokenLogprob
 from kvtransfer.stream import IncomingStream
 
 PeerId = tuple[str, str]
@@ -47,13 +47,15 @@ class KvOffered:
 
 @dataclass(frozen=True)
 class ReceptionEnded:
-    """The receiver will not touch the request's blocks again. `first_token_id` is set if the outcome is ARRIVED."""
+    """The receiver will not touch the request's blocks again. `first_token_id` is set if the outcome is ARRIVED, and
+    `first_logprob` if prefill has said it."""
 
     key: RequestKey
     outcome: ReceptionOutcome
     first_token_id: int | None = None
     first_frame_at: float | None = None  # monotonic seconds
     reason: str = ""
+    first_logprob: TokenLogprob | None = None
 
 
 @dataclass
@@ -105,6 +107,12 @@ class IncomingTransfer:
         if said or token_id is None:
             raise ProtocolError(f"links of {self.peer[0]} disagree about the first token of {self.key}")
         return token_id
+
+    @property
+    def first_logprob(self) -> TokenLogprob | None:
+        """The first token's, from whichever stream has said it."""
+        said = (stream.first_logprob for stream in self.streams.values())
+        return next((logprob for logprob in said if logprob is not None), None)
 
 
 def overlap(some: HeadRange, others: HeadRange) -> bool:

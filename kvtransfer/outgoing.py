@@ -17,7 +17,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvtransfer.errors import ProtocolError
-from kvtransfer.messages import RequestKey
+from kvtransfer.messages import RequestKey, TokenLogprob
 
 
 class TransferOutcome(Enum):
@@ -65,7 +65,8 @@ class Piece(NamedTuple):
 
 @dataclass
 class OutgoingTransfer:
-    """One transfer's books. `first_token_id` is set once prefill has sampled; it goes out behind the last piece."""
+    """One transfer's books. `first_token_id` is set once prefill has sampled, and `first_logprob` if somebody asked for
+    it; they go out behind the last piece."""
 
     key: RequestKey
     num_tokens: int
@@ -80,6 +81,7 @@ class OutgoingTransfer:
     credited_bytes: int = 0
     num_resends: int = 0  # number of the last KvResend that was heard
     first_token_id: int | None = None
+    first_logprob: TokenLogprob | None = None
     first_token_sent: bool = False
     heard_at: float | None = None  # when the receiver last spoke of it; None while prefill still computes
     ready_at: float | None = None  # seconds, monotonic, as those around

@@ -40,6 +40,7 @@ from kvtransfer.messages import (
     PrefillToDecode,
     Refused,
     RequestKey,
+    TokenLogprob,
 )
 from kvtransfer.peers import PeerBook
 from kvtransfer.receive_commands import Close, Expect, Grant, ReceiveCommand, ReceiverLimits
@@ -279,7 +280,7 @@ class ReceiveMachine:
         self._sink.finish(transfer.key)
         for link in transfer.streams:
             self._send(link, KvDone(*transfer.key))
-        self._end(transfer.key, ReceptionOutcome.ARRIVED, first_token_id=token_id)
+        self._end(transfer.key, ReceptionOutcome.ARRIVED, first_token_id=token_id, first_logprob=transfer.first_logprob)
 
     def _fail(self, transfer: IncomingTransfer, link: bytes | None, reason: str) -> None:
         """Ends a transfer; its links are told, except the one that brought the reason."""
@@ -293,11 +294,17 @@ class ReceiveMachine:
                 self._send(link, KvRevoke(*key, reason=reason))
 
     def _end(
-        self, key: RequestKey, outcome: ReceptionOutcome, reason: str = "", first_token_id: int | None = None
+        self,
+        key: RequestKey,
+        outcome: ReceptionOutcome,
+        reason: str = "",
+        *,
+        first_token_id: int | None = None,
+        first_logprob: TokenLogprob | None = None,
     ) -> None:
         first_frame_at = self._first_frame_at.pop(key, None)
         if self._book.close(key, outcome) is not None:
-            self._report(ReceptionEnded(key, outcome, first_token_id, first_frame_at, reason))
+            self._report(ReceptionEnded(key, outcome, first_token_id, first_frame_at, reason, first_logprob))
 
     def _drop_peer(self, link: bytes, reason: str, now: float) -> None:
         """A breach of protocol costs the sender its link, and the transfers on it; nobody else anything.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvtransfer.messages import DecodeTarget, RequestKey
+from kvtransfer.messages import DecodeTarget, RequestKey, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class FirstToken:
 
     key: RequestKey
     token_id: int
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True)

@@ -117,9 +117,9 @@ class SendMachine:
                 for key, stop in stops:
                     if transfer := self._book.find(key):
                         self._mark_ready(transfer, layer, stop, now)
-            case FirstToken(key, token_id):
+            case FirstToken(key, token_id, logprob):
                 if transfer := self._book.find(key):
-                    transfer.first_token_id, transfer.heard_at = token_id, now
+                    transfer.first_token_id, transfer.first_logprob, transfer.heard_at = token_id, logprob, now
             case Abort(key, reason, tell_peer):
                 self._give_up(key, TransferOutcome.ABORTED, reason, tell_peer=tell_peer)
 

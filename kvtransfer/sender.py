@@ -22,7 +22,7 @@ from kvtransfer.emulated_link import EmulatedLink, LinkSpec
 from kvtransfer.frames import PLAIN, FrameOptions
 from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import DecodeTarget, KvHello, KvTraffic, RequestKey
+from kvtransfer.messages import DecodeTarget, KvHello, KvTraffic, RequestKey, TokenLogprob
 from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand, SenderTiming
 from kvtransfer.send_machine import KvSource, SendMachine
 
@@ -76,9 +76,9 @@ class KvSender:
         """KV of tokens [0, stop) of `layer` is in the pool, for each (key, stop)."""
         self._commands.put(Ready(layer, tuple(stops)))
 
-    def first_token(self, key: RequestKey, token_id: int) -> None:
+    def first_token(self, key: RequestKey, token_id: int, logprob: TokenLogprob | None = None) -> None:
         """The prompt is computed and its first token sampled."""
-        self._commands.put(FirstToken(key, token_id))
+        self._commands.put(FirstToken(key, token_id, logprob))
 
     def abort(self, key: RequestKey, reason: str, *, tell_peer: bool) -> None:
         """Gives a transfer up; answered by TransferEnded unless it has ended already."""

@@ -29,7 +29,15 @@ from engine.block_pool import BlockPool
 from engine.request import Outgoing, Request, RequestState, ScheduledRow
 from engine.request_book import QueueRules, RequestBook
 from engine.stopping import finish_reason
-from kvtransfer.messages import DecodeTarget, EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput
+from kvtransfer.messages import (
+    DecodeTarget,
+    EndReason,
+    LifetimeEvent,
+    RequestEnd,
+    RequestKey,
+    RequestOutput,
+    TokenLogprob,
+)
 from kvtransfer.outgoing import TransferEnded, TransferOutcome, TransferTimes
 
 OLDEST_SHARE = 4
@@ -69,6 +77,7 @@ class SendFirstToken:
 
     key: RequestKey
     token_id: int
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True)
@@ -131,14 +140,6 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
             row.request.record(LifetimeEvent.SCHEDULED, now)
         return rows
 
-    def complete(self, rows: Sequence[ScheduledRow], sampled: Sequence[int | None], now: float) -> None:
-        """Books a step: tokens computed, and first tokens sampled."""
-        for row, token_id in zip(rows, sampled, strict=True):
-            assert isinstance(row.request, PrefillJob), row.request
-            self._computed(row.request, row.stop)
-            if token_id is not None:
-                self._first_token(row.request, token_id, now)
-
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._limits.max_num_seqs:
             request = self._waiting[0]
@@ -152,8 +153,9 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
                 request.lent = True
                 self._commands.append(OpenTransfer(request))
 
-    def _first_token(self, request: PrefillJob, token_id: int, now: float) -> None:
-        request.output_token_ids.append(token_id)
+    def _sampled(self, request: PrefillJob, token_id: int, logprob: TokenLogprob | None, now: float) -> None:
+        """The first new token, and the only one here."""
+        request.append(token_id, logprob)
         request.record(LifetimeEvent.FIRST_TOKEN, now)
         reason = finish_reason(request, self._eos_token_ids, self._limits.max_model_len)
         if reason is None and request.target is None:
@@ -164,7 +166,7 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
         self._running.remove(request)
         request.move(RequestState.HANDING_OVER)
         self._say(request, None)
-        self._commands.append(SendFirstToken(request.key, token_id))
+        self._commands.append(SendFirstToken(request.key, token_id, logprob))
 
     # --- end, word
 
@@ -181,6 +183,7 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
             end=end,
             num_cached=request.num_cached,
             events=request.readings(),
+            logprobs=tuple(request.logprobs),
         )
         self._outputs.append(Outgoing(request.gateway, output))
 

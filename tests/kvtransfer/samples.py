@@ -1,6 +1,7 @@
 """One valid message of each kind, with every field away from its default, and identities that fit each other."""
 
 from kvtransfer.messages import (
+    MIN_LOGPROB,
     PROTOCOL_VERSION,
     Cancel,
     DecodeRequest,
@@ -29,6 +30,7 @@ from kvtransfer.messages import (
     Load,
     PrefillRequest,
     PrefillSource,
+    PromptLogprobs,
     Refused,
     Reintroduce,
     RequestEnd,
@@ -38,6 +40,7 @@ from kvtransfer.messages import (
     Role,
     SamplingParams,
     StepOutput,
+    TokenLogprob,
     Welcome,
 )
 
@@ -60,10 +63,21 @@ SAMPLING = SamplingParams(
     ignore_eos=True,
     stop_token_ids=(4, 2),
     choice_index=1,
+    num_logprobs=0,
+    num_prompt_logprobs=20,
 )
 SPEC = RequestSpec("r:1.a-b_c", 3, (0, (1 << 31) - 1), SAMPLING, (7, (1 << 31) - 1))
+LOGPROB = TokenLogprob(-0.5, 2, ((7, -0.25), (9, -0.5)))
 OUTPUT = RequestOutput(
-    "r", 0, 4, (9, 8), RequestEnd(EndReason.STOP, "done"), {LifetimeEvent.RECEIVED: 0.0, LifetimeEvent.ENDED: 2.5}
+    "r",
+    0,
+    4,
+    (9, 8),
+    RequestEnd(EndReason.STOP, "done"),
+    {LifetimeEvent.RECEIVED: 0.0, LifetimeEvent.ENDED: 2.5},
+    3,
+    (LOGPROB, TokenLogprob(MIN_LOGPROB, 100)),
+    PromptLogprobs(1, (LOGPROB, LOGPROB)),
 )
 
 FROM_WORKER = (
@@ -101,7 +115,7 @@ FROM_PREFILL = (
     KvHello(PROTOCOL_VERSION, "prefill-0", "g1", FINGERPRINT, LAYOUT, 1, 2),
     KvOffer("r", 0, 12, 256, 3),
     KvHeader("r", 0, 1, 2, 3, 0, 2, "float32", 192, 2, (1 << 32) - 1),
-    KvFirstToken("r", 0, 99, 512, 3),
+    KvFirstToken("r", 0, 99, 512, 3, LOGPROB),
     KvAbort("r", 0, "gone"),
 )
 FROM_DECODE = (

@@ -2,6 +2,7 @@
 
 from decode.scheduler import DecodeJob, DecodeLimits, DecodeScheduler
 from engine.block_pool import BlockPool
+from engine.request import StepResult
 from engine.request_book import QueueRules
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.messages import DecodeTarget
@@ -43,7 +44,7 @@ class Prefill:
     def step(self, now=1.0, token_id=50) -> dict[str, tuple[int, int]]:
         """One step in which every finished prompt samples `token_id`; the rows by request id."""
         rows = self.scheduler.schedule(now)
-        self.scheduler.complete(rows, [token_id if row.samples else None for row in rows], now)
+        self.scheduler.complete(rows, StepResult([token_id if row.samples else None for row in rows]), now)
         self.check()
         return {row.request.spec.request_id: (row.start, row.stop) for row in rows}
 
@@ -99,7 +100,7 @@ class Decode:
     def step(self, now=2.0, token_id=60) -> list[str]:
         """One step in which every row that samples gets `token_id`; the ids of the requests that took part."""
         rows = self.scheduler.schedule(now)
-        self.scheduler.complete(rows, [token_id if row.samples else None for row in rows], now)
+        self.scheduler.complete(rows, StepResult([token_id if row.samples else None for row in rows]), now)
         self.check()
         return [row.request.spec.request_id for row in rows]
 

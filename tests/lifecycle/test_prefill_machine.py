@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.request import RequestState
+from engine.request import RequestState, StepResult
 from kvtransfer.messages import EndReason
 from kvtransfer.outgoing import TransferOutcome
 from prefill.scheduler import OLDEST_SHARE, AbortTransfer, OpenTransfer, SendFirstToken
@@ -80,9 +80,8 @@ class PrefillMachine(RuleBasedStateMachine):
         if rows:
             least = min(rows[0].request.num_uncomputed, max(1, BUDGET // OLDEST_SHARE))
             assert rows[0].count >= least, "the oldest starves"
-        scheduler.complete(
-            rows, [token if row.samples else None for row, token in zip(rows, tokens, strict=False)], self.now
-        )
+        sampled = [token if row.samples else None for row, token in zip(rows, tokens, strict=False)]
+        scheduler.complete(rows, StepResult(sampled), self.now)
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data())

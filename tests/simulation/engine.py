@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
-from engine.request import Request, ScheduledRow
+from engine.request import Request, ScheduledRow, StepResult
 from kvtransfer.messages import Fingerprint, KvLayout
 from tests.simulation.errors import require
 from tests.simulation.model import EOS, HALF, VOCAB_SIZE, HashModel
@@ -62,7 +62,7 @@ class HashRunner:
         self._kv_cache = kv_cache
         self._elsewhere = elsewhere
 
-    def step(self, rows: Sequence[ScheduledRow], on_layer: Callable[[int], None] | None = None) -> list[int | None]:
+    def step(self, rows: Sequence[ScheduledRow], on_layer: Callable[[int], None] | None = None) -> StepResult:
         require(rows, "a step of no rows")
         digests = [self._model.digests(row.request.token_slice(0, row.stop)) for row in rows]
         for layer in range(self._model.num_layers):
@@ -71,10 +71,11 @@ class HashRunner:
             if on_layer is not None:
                 on_layer(layer)
             self._elsewhere()
-        return [
+        sampled = [
             self._model.next_token(found[-1], row.request.sampling) if row.samples else None
             for row, found in zip(rows, digests, strict=True)
         ]
+        return StepResult(sampled)
 
     def _layer(self, row: ScheduledRow, layer: int, digests: Sequence[bytes]) -> None:
         """Attention reads all that was before, and adds its own."""

@@ -124,8 +124,8 @@ IN_PREFILL = (
     Mutation(
         "no-first-token-to-decode",
         "decode never gets the first token",
-        "prefill.scheduler:PrefillScheduler._first_token",
-        "self._commands.append(SendFirstToken(request.key, token_id))",
+        "prefill.scheduler:PrefillScheduler._sampled",
+        "self._commands.append(SendFirstToken(request.key, token_id, logprob))",
         "pass",
     ),
     Mutation(
