@@ -19,6 +19,7 @@ from typing import Self
 
 from gateway.backend import Backend, BackendError, RequestFailedError, Traits
 from gateway.choice_text import ChoiceText, TextDelta, TextRules
+from gateway.echo import Echo
 from gateway.errors import ApiError, InternalError, SlowReaderError
 from gateway.metrics import Metrics, RequestTimer
 from gateway.modes import Mode
@@ -30,12 +31,13 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Choice:
-    """One prompt and how to go on from it."""
+    """One prompt and how to go on from it. `echo`: what of it comes before the output."""
 
     index: int
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     traits: Traits
+    echo: Echo | None = None
 
 
 class ChoiceStreams:
@@ -123,7 +125,7 @@ class ChoiceStreams:
                 task.cancel()
 
     async def _produce(self, choice: Choice, timer: RequestTimer) -> str:
-        text = ChoiceText(choice.index, choice.prompt_token_ids, self._tokenizer, self._rules)
+        text = ChoiceText(choice.index, choice.prompt_token_ids, self._tokenizer, self._rules, choice.echo)
         tokens = self._backend.generate(
             choice.prompt_token_ids,
             choice.sampling,

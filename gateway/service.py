@@ -9,16 +9,20 @@ from gateway.asgi import Receive, Scope, read_json_body
 from gateway.backend import Backend, Traits, UnavailableError
 from gateway.choice_text import TextRules
 from gateway.choices import Choice
+from gateway.echo import Echo
 from gateway.errors import InvalidFieldError, ModelNotFoundError, excerpt
 from gateway.generation import Call, Generation
 from gateway.limits import HttpSettings
+from gateway.logprob_answers import LogprobStyle
 from gateway.metrics import Metrics
 from gateway.modes import Mode
 from gateway.prompts import PromptEncoder
 from gateway.sampling import check_sampling_ids, draw_seed, sampling_for
 from gateway.schemas import GenerationRequest, StreamOptions
+from gateway.token_texts import TokenTexts
 from gateway.tokenizer import Tokenizer
 from gateway.validation import FieldRules, convert, known_fields, parse_object
+from kvtransfer.messages import MAX_PROMPT_LOGPROBS
 
 _Request = TypeVar("_Request")
 
@@ -33,6 +37,7 @@ class Service:
     metrics: Metrics
     prompts: PromptEncoder
     generation: Generation
+    token_texts: TokenTexts
     created: int
 
     def check_model(self, model: str | None) -> str:
@@ -57,6 +62,24 @@ class Service:
         if request.stream_options is not None and not request.stream:
             raise InvalidFieldError("stream_options: only with stream true", param="stream_options")
 
+    def check_num_scores(self, request: GenerationRequest, prompts: Sequence[tuple[int, ...]]) -> None:
+        """Raises InvalidFieldError if the log probabilities of all prompts together are too many for one answer."""
+        if request.num_scores is None:
+            return
+        num_tokens = sum(map(len, prompts))
+        if num_tokens * (1 + request.num_scores) > MAX_PROMPT_LOGPROBS:
+            field = "echo" if request.prompt_logprobs is None else "prompt_logprobs"
+            raise InvalidFieldError(
+                f"{field}: {num_tokens} prompt tokens with {request.num_scores} alternatives each are more than the "
+                f"{MAX_PROMPT_LOGPROBS} log probabilities that one call may ask for",
+                param=field,
+            )
+
+    def logprob_style(self, request: GenerationRequest) -> LogprobStyle:
+        return LogprobStyle(
+            self.token_texts, request.num_logprobs, request.prompt_logprobs, request.return_tokens_as_token_ids
+        )
+
     def make_call(
         self,
         request: GenerationRequest,
@@ -67,6 +90,7 @@ class Service:
         default_max_tokens: int,
         started_at: float,
         mode: Mode | None,
+        echoes: Sequence[Echo | None] = (None,),
     ) -> Call:
         """The call for these prompts, which share one seed. Raises ContextLengthError, InvalidFieldError."""
         seed = draw_seed(self.settings.default_seed) if request.seed is None else request.seed
@@ -82,8 +106,9 @@ class Service:
                     seed=seed,
                 ),
                 Traits(request.cache_salt or "", request.priority, mode),
+                echo,
             )
-            for index, prompt in enumerate(prompts)
+            for index, (prompt, echo) in enumerate(zip(prompts, echoes, strict=True))
         ]
         return Call(
             shape=shape,
@@ -107,4 +132,5 @@ def _text_rules(request: GenerationRequest) -> TextRules:
         include_stop=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
         min_tokens=request.min_tokens,
+        only_prompt=request.asked_max_tokens == 0,
     )

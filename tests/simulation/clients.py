@@ -5,9 +5,9 @@ import random
 from dataclasses import dataclass
 from enum import Enum
 
-from gateway.backend import BackendError, Traits
+from gateway.backend import BackendError, TokenDelta, Traits
 from gateway.modes import Mode
-from kvtransfer.messages import EndReason, SamplingParams
+from kvtransfer.messages import EndReason, SamplingParams, TokenLogprob
 from tests.simulation.config import WorldConfig
 from tests.simulation.errors import require
 from tests.simulation.gateway_node import GatewayNode
@@ -51,6 +51,7 @@ class Client:
         self.state = State.WAITING
         self.error: BackendError | None = None
         self.tokens: list[int] = []
+        self._model = model
         self._expected, self._finish = model.answer(ask.prompt, ask.sampling) if ask.is_possible else ([], None)
         self._task = node.loop.create_task(self._run())
         self._task.add_done_callback(self._on_done)
@@ -88,12 +89,25 @@ class Client:
         stream = dispatcher.generate(ask.prompt, ask.sampling, ask.traits, arrived_at=self.node.timeline.now)
         try:
             async for delta in stream:
+                self._check_likelihoods(delta)
                 self._take(delta.token_ids, delta.finish)
                 if ask.dawdle is not None:
                     await asyncio.sleep(ask.dawdle)
         finally:
             await stream.aclose()
         require(self.state is State.FINISHED, self.ask.name, "has a stream that ended without a last word")
+
+    def _check_likelihoods(self, delta: TokenDelta) -> None:
+        """Each token's, and with the first one those of the prompt, if they were asked for, and no others."""
+        ask, tokens = self.ask, [*self.tokens, *delta.token_ids]
+        behind = [*ask.prompt, *tokens]
+        expected: list[TokenLogprob] = []
+        if ask.sampling.num_logprobs is not None:
+            expected = self._model.likelihoods(behind, len(behind) - len(delta.token_ids))
+        require(list(delta.logprobs) == expected, ask.name, "is told", delta.logprobs, "not", expected)
+        is_due = ask.sampling.num_prompt_logprobs is not None and not self.tokens
+        scores = tuple(self._model.likelihoods(ask.prompt, 1)) if is_due else None
+        require(delta.prompt_logprobs == scores, ask.name, "is told of its prompt", delta.prompt_logprobs)
 
     def _take(self, token_ids: tuple[int, ...], finish: EndReason | None) -> None:
         require(not self.is_over, self.ask.name, "got more after the end")
@@ -150,6 +164,8 @@ def _draw_ask(rng: random.Random, config: WorldConfig, name: str, at: float, pro
         seed=rng.choice((0, rng.randint(-9, 9))),
         ignore_eos=rng.random() < 0.3,
         min_tokens=rng.choice((0, 0, min(3, max_tokens))),
+        num_logprobs=0 if sum(prompt) % 2 else None,
+        num_prompt_logprobs=0 if prompt[-1] % 4 == 0 else None,
     )
     may_leave = not config.is_calm
     return Ask(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
-from engine.request import Request, ScheduledRow, StepResult
+from engine.request import Request, RowLogprobs, ScheduledRow, StepResult
 from kvtransfer.messages import Fingerprint, KvLayout
 from tests.simulation.errors import require
 from tests.simulation.model import EOS, HALF, VOCAB_SIZE, HashModel
@@ -75,7 +75,14 @@ class HashRunner:
             self._model.next_token(found[-1], row.request.sampling) if row.samples else None
             for row, found in zip(rows, digests, strict=True)
         ]
-        return StepResult(sampled)
+        told = [self._told(*parts) for parts in zip(rows, digests, sampled, strict=True)]
+        return StepResult(sampled, {index: likely for index, likely in enumerate(told) if likely != RowLogprobs()})
+
+    def _told(self, row: ScheduledRow, digests: Sequence[bytes], token_id: int | None) -> RowLogprobs:
+        request, likelihood = row.request, self._model.likelihood
+        is_asked = token_id is not None and request.sampling.num_logprobs is not None
+        prompt = [likelihood(digests[place], request.prompt_token_ids[place + 1]) for place in row.scored]
+        return RowLogprobs(likelihood(digests[-1], token_id) if is_asked else None, tuple(prompt))
 
     def _layer(self, row: ScheduledRow, layer: int, digests: Sequence[bytes]) -> None:
         """Attention reads all that was before, and adds its own."""

@@ -11,6 +11,13 @@ IN_ENGINE = (
         "pass",
     ),
     Mutation(
+        "scores-from-the-cache",
+        "a prompt whose logits are asked for takes KV from the cache",
+        "engine.request_book:RequestBook._cached_blocks",
+        " or request.scores_prompt",
+        "",
+    ),
+    Mutation(
         "free-while-lent",
         "blocks are freed while a transfer still reads or writes them",
         "engine.request_book:RequestBook._end",
@@ -127,6 +134,13 @@ IN_PREFILL = (
         "prefill.scheduler:PrefillScheduler._sampled",
         "self._commands.append(SendFirstToken(request.key, token_id, logprob))",
         "pass",
+    ),
+    Mutation(
+        "first-without-likelihood",
+        "decode gets the first token without its log probability",
+        "prefill.scheduler:PrefillScheduler._sampled",
+        "SendFirstToken(request.key, token_id, logprob)",
+        "SendFirstToken(request.key, token_id)",
     ),
     Mutation(
         "not-lent",
