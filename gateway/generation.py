@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 FEW_TOKENS: Final = 256
-"""Whose log probabilities are put into an answer on the event loop: about a millisecond, with 20 alternatives each."""
+"""Whose log probabilities are put into an answer on the event loop: a few milliseconds, with 20 alternatives each."""
 
 
 @dataclass(frozen=True)

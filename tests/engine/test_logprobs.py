@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from transformers import AutoModelForCausalLM
 
 from engine import logprobs as logprobs_module
+from engine.loading import load
 from engine.logprobs import likelihood_keys, token_logprobs
 from engine.request import Request, ScheduledRow
 from kvtransfer.messages import MAX_LOGPROBS, MIN_LOGPROB, RequestSpec, SamplingParams
@@ -200,3 +201,18 @@ def test_the_outputs_logits_are_as_without_scores(tiny_loaded):
     for fields in ({}, {"num_prompt_logprobs": 3}):
         runner.step([ScheduledRow(asking("r", PROMPT, range(5), **fields), 0, 70)])
     assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("chunk", [1, 64])
+def test_in_bfloat16_a_prompt_s_are_those_of_its_tokens_as_outputs(chunk, tiny_checkpoint, kernels):
+    """On the CPU's own kernels the rows go through a packed output layer, one at a time or many."""
+    loaded = load(tiny_checkpoint("smollm2"), dtype="bfloat16", device="cpu", kernels=kernels)
+    runner = make_runner(loaded, num_blocks=10, block_size=16, sample=lambda logits, requests: [chosen])
+    chosen = 0
+    scored, _, _ = run_prompt(runner, asking("r", PROMPT, range(5), num_prompt_logprobs=2), chunk)
+    for place in (0, 5, 40):
+        chosen = PROMPT[place + 1]
+        request = asking("o", PROMPT[: place + 1], range(5, 10), num_logprobs=2)
+        found = runner.step([ScheduledRow(request, 0, place + 1)]).logprobs[0].token
+        assert found.logprob == pytest.approx(scored[place].logprob, abs=0.05)
+        assert found.top[0][1] == pytest.approx(scored[place].top[0][1], abs=0.05)
