@@ -23,13 +23,13 @@ Room is kept for none that prefill has not admitted: with both pools nearly full
 other keeps for somebody else.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
 from engine.growing_book import GrowingBook
-from engine.request import Outgoing, Request, RequestState, ScheduledRow, with_followers
+from engine.request import Drawn, Outgoing, Request, RequestState, ScheduledRow, with_followers
 from engine.request_book import QueueRules
 from engine.stopping import finish_reason
 from engine.swap_space import SwapSpace
@@ -63,6 +63,11 @@ class DecodeJob(Request):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.num_reported = self.num_resumed
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Only if its prompt is computed here to begin with: else prefill has told it all."""
+        return self.peer is None and super().scores_prompt
 
 
 @dataclass(frozen=True)
@@ -131,8 +136,12 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
         else:
             if event.first_frame_at is not None:
                 request.record(LifetimeEvent.FIRST_FRAME, event.first_frame_at)
-            siblings = {(name, request.spec.attempt): token_id for name, token_id in event.sibling_tokens.items()}
-            self._start_running(request, {**siblings, request.key: event.first_token_id}, now)
+            siblings = {
+                (name, request.spec.attempt): Drawn(token_id, event.sibling_logprobs.get(name))
+                for name, token_id in event.sibling_tokens.items()
+            }
+            first = Drawn(event.first_token_id, event.first_logprob)
+            self._start_running(request, {**siblings, request.key: first}, now)
 
     def expire(self, now: float) -> None:
         """Ends requests that have waited too long for their offer, or for room."""
@@ -167,41 +176,35 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
             row.request.record(LifetimeEvent.RUNNING, now)
         return rows
 
-    def complete(self, rows: Sequence[ScheduledRow], sampled: Sequence[int | None], now: float) -> None:
-        """Books a step: each row's sampled token, and ends."""
-        for row, token_id in zip(rows, sampled, strict=True):
-            assert isinstance(row.request, DecodeJob), row.request
-            assert (token_id is not None) == row.samples, f"row of {row.request.key} sampled {token_id}"
-            self._computed(row.request, row.stop)
-            if token_id is None:
-                continue
-            self._fork(row.request)
-            if row.request.is_over:
-                self._retire(row.request, now)
-                continue
-            self._append(row.request, token_id, now)
-            if row.request.num_reported < len(row.request.output_token_ids):
-                self._say(row.request, None)
+    def _sampled(self, request: DecodeJob, drawn: Mapping[RequestKey, Drawn], now: float) -> None:
+        for member in (request, *self._fork(request)):
+            self._take(member, drawn.get(member.key), now)
+            if member.num_reported < len(member.output_token_ids):
+                self._say(member, None)
 
-    def _start_running(self, request: DecodeJob, first_tokens: Mapping[RequestKey, int], now: float) -> None:
+    def _start_running(self, request: DecodeJob, drawn: Mapping[RequestKey, Drawn], now: float) -> None:
         request.record(LifetimeEvent.SPLICED, now)
         self._run(request)
         self._computed(request, request.num_prefill)
         for member in (request, *self._fork(request)):
-            if member.is_over:
-                self._retire(member, now)
-            elif member.key in first_tokens:
-                self._append(member, first_tokens[member.key], now)
-            else:
-                self._end(member, EndReason.FAILED, now, "the prefill worker has sent no first token of it")
+            self._take(member, drawn.get(member.key), now)
+
+    def _take(self, member: DecodeJob, drawn: Drawn | None, now: float) -> None:
+        """The next token of a request that may have just left its group."""
+        if member.is_over:
+            self._retire(member, now)
+        elif drawn is None:
+            self._end(member, EndReason.FAILED, now, "the prefill worker has sent no first token of it")
+        else:
+            self._append(member, drawn, now)
 
     def _retire(self, leader: DecodeJob, now: float) -> None:
         """Its group has the KV now, and nobody waits for itself."""
         self._unlist(leader)
         self._release(leader, now)
 
-    def _append(self, request: DecodeJob, token_id: int, now: float) -> None:
-        request.output_token_ids.append(token_id)
+    def _append(self, request: DecodeJob, drawn: Drawn, now: float) -> None:
+        request.append(drawn)
         if request.peer is None:
             request.record(LifetimeEvent.FIRST_TOKEN, now)
         reason = finish_reason(request, self._eos_token_ids, self._limits.max_model_len)
@@ -259,6 +262,7 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
         """Tells the gateway what is new. The first token is said again: prefill's word may have been lost with it."""
         start, request.num_reported = request.num_reported, len(request.output_token_ids)
         token_ids = tuple(request.output_token_ids[start:])
+        logprobs, request.logprobs = tuple(request.logprobs), []
         output = RequestOutput(
             request_id=request.spec.request_id,
             attempt=request.spec.attempt,
@@ -267,6 +271,7 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
             end=end,
             num_cached=request.num_cached if request.peer is None else 0,
             events=request.readings() if end is not None or not token_ids else {},
+            logprobs=logprobs,
         )
         self._outputs.append(Outgoing(request.gateway, output))
 

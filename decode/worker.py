@@ -19,7 +19,7 @@ from decode.scheduler import CloseReception, DecodeJob, DecodeScheduler, ExpectO
 from engine.assembly import Engine
 from engine.buffers import from_bytes
 from engine.kv_cache import dtype_named
-from engine.request import ScheduledRow
+from engine.request import ScheduledRow, StepResult
 from engine.role import EngineRole
 from engine.wire_fp8 import dequantise
 from kvtransfer.faults import Witness, unwatched
@@ -107,7 +107,7 @@ class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
     def _kv_traffic(self) -> KvTraffic:
         return self._receiver.traffic
 
-    def _compute(self, rows: Sequence[ScheduledRow]) -> list[int | None]:
+    def _compute(self, rows: Sequence[ScheduledRow]) -> StepResult:
         self._engine.kv_cache.copy_blocks(self._scheduler.take_copies())
         return self._engine.runner.step(rows)
 

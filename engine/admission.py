@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from engine.errors import RejectedError
-from kvtransfer.messages import RequestSpec, SamplingParams
+from kvtransfer.messages import MAX_PROMPT_LOGPROBS, RequestSpec, SamplingParams
 
 
 def check_spec(
@@ -24,6 +24,7 @@ def check_spec(
     _check_pool(spec, pool_tokens, holds_output)
     _check_vocabulary(spec, vocab_size)
     _check_finite(spec.sampling)
+    _check_prompt_logprobs(spec)
     if spec.sampling.min_tokens > spec.sampling.max_tokens:
         raise RejectedError(
             f"min_tokens is {spec.sampling.min_tokens}, more than max_tokens, which is {spec.sampling.max_tokens}"
@@ -35,6 +36,8 @@ def check_group(specs: Sequence[RequestSpec], max_members: int) -> None:
     `check_spec` says of one holds for all."""
     if len({spec.request_id for spec in specs}) < len(specs):
         raise RejectedError("two choices of the request have the same id")
+    if len(specs) > 1 and specs[0].sampling.num_prompt_logprobs is not None:
+        raise RejectedError("log probabilities of a prompt are told of one choice alone")
     if len(specs) > max_members:
         raise RejectedError(f"the request has {len(specs)} choices in one group, but {max_members} can run at once")
 
@@ -66,6 +69,15 @@ def _check_pool(spec: RequestSpec, pool_tokens: int, holds_output: bool) -> None
     num_needed = num_prompt + num_output
     if num_needed > pool_tokens:
         raise RejectedError(f"the request needs KV cache for {num_needed} tokens, but all of it holds {pool_tokens}")
+
+
+def _check_prompt_logprobs(spec: RequestSpec) -> None:
+    num_top = spec.sampling.num_prompt_logprobs
+    if num_top is not None and (1 + num_top) * len(spec.prompt_token_ids) > MAX_PROMPT_LOGPROBS:
+        raise RejectedError(
+            f"the log probabilities of {len(spec.prompt_token_ids)} prompt tokens, each with {num_top} alternatives, "
+            f"are more than {MAX_PROMPT_LOGPROBS}"
+        )
 
 
 def _check_vocabulary(spec: RequestSpec, vocab_size: int) -> None:

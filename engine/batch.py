@@ -37,6 +37,7 @@ class Batch:
     sample_tokens: torch.Tensor  # [S] int64, the tokens whose logits give a next token
     sample_rows: tuple[int, ...]  # [S] rows that they belong to, ascending
     all_sample: bool  # every token gives one next one, so that `sample_tokens` names them all in order
+    score_tokens: torch.Tensor | None = None  # [P] int64, the prompt tokens whose logits are asked for, row by row
 
     @property
     def num_decode(self) -> int:
@@ -53,6 +54,7 @@ def build_batch(rows: Sequence[ScheduledRow], block_size: int, device: torch.dev
     last_token = _last_tokens(rows)
     sample_rows = tuple(index for index, row in enumerate(rows) if row.samples)
     sample_tokens = [last_token[index] for index in sample_rows]
+    scored = [last - row.stop + 1 + place for last, row in zip(last_token, rows, strict=True) for place in row.scored]
     return Batch(
         token_ids=_to_device(
             torch.tensor([token for row in ordered for token in row.request.token_slice(row.start, row.stop)]), device
@@ -72,6 +74,7 @@ def build_batch(rows: Sequence[ScheduledRow], block_size: int, device: torch.dev
         sample_tokens=_to_device(torch.tensor(sample_tokens, dtype=torch.int64), device),
         sample_rows=sample_rows,
         all_sample=sample_tokens == list(range(sum(row.count for row in rows))),
+        score_tokens=_to_device(torch.tensor(scored, dtype=torch.int64), device) if scored else None,
     )
 
 

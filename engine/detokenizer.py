@@ -37,6 +37,7 @@ class Detokenizer:
         self._context = self._context_of(prompt_token_ids)
         self._context_text = decode(self._context)
         self._pending: list[int] = []
+        self.num_pending_chars = 0  # of the text that is not out yet, those that are certain
 
     def push(self, token_id: int) -> str:
         """Takes one output token and returns the text that is complete with it, often empty."""
@@ -44,6 +45,7 @@ class Detokenizer:
         text = self._pending_text()
         is_settled = text != "" and not text.endswith(REPLACEMENT)
         if not is_settled and len(self._pending) < self.MAX_PENDING:
+            self.num_pending_chars = len(text.rstrip(REPLACEMENT))
             return ""
         self._settle(text)
         return text
@@ -69,6 +71,7 @@ class Detokenizer:
         if text:
             self._context, self._context_text = self._pending, self._decode(self._pending)
         self._pending = []
+        self.num_pending_chars = 0
 
     def _context_of(self, prompt: Sequence[int]) -> list[int]:
         """The last tokens of the prompt, from the start of a character on."""

@@ -7,7 +7,7 @@ from typing import NoReturn
 from engine.admission import check_spec
 from engine.assembly import Engine
 from engine.local_scheduler import LocalJob, LocalScheduler
-from engine.request import ScheduledRow
+from engine.request import ScheduledRow, StepResult
 from engine.role import EngineRole
 from kvtransfer.messages import KvTraffic, RequestOutput, RequestSpec
 
@@ -56,7 +56,7 @@ class LocalRole(EngineRole[LocalJob, NoReturn]):
     def _kv_traffic(self) -> KvTraffic:
         return KvTraffic()
 
-    def _compute(self, rows: Sequence[ScheduledRow]) -> list[int | None]:
+    def _compute(self, rows: Sequence[ScheduledRow]) -> StepResult:
         return self._engine.runner.step(rows)
 
     def _carry_out(self, command: NoReturn) -> None:

@@ -11,17 +11,17 @@ The life of a request here:
 4. When no block is free, another one may lose its own (PREEMPTED): see `engine/growing_book.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from engine.block_pool import BlockPool
 from engine.growing_book import GrowingBook
-from engine.request import Outgoing, Request, ScheduledRow
+from engine.request import Drawn, Outgoing, Request, ScheduledRow
 from engine.request_book import QueueRules
 from engine.stopping import finish_reason
-from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestOutput
+from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,8 @@ class LocalScheduler(GrowingBook[LocalJob, NoReturn]):
             row.request.record(LifetimeEvent.RUNNING, now)
         return rows
 
-    def complete(self, rows: Sequence[ScheduledRow], sampled: Sequence[int | None], now: float) -> None:
-        """Books a step: each row's sampled token, and ends."""
-        for row, token_id in zip(rows, sampled, strict=True):
-            assert isinstance(row.request, LocalJob), row.request
-            assert (token_id is not None) == row.samples, f"row of {row.request.key} sampled {token_id}"
-            self._computed(row.request, row.stop)
-            if token_id is not None:
-                self._append(row.request, token_id, now)
-
-    def _append(self, request: LocalJob, token_id: int, now: float) -> None:
-        request.output_token_ids.append(token_id)
+    def _sampled(self, request: LocalJob, drawn: Mapping[RequestKey, Drawn], now: float) -> None:
+        request.append(drawn[request.key])
         request.record(LifetimeEvent.FIRST_TOKEN, now)
         reason = finish_reason(request, self._eos_token_ids, self._limits.max_model_len)
         if reason is None:

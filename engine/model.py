@@ -6,7 +6,8 @@ in biases, q/k norms and attention windows, which ModelConfig spells out.
     hidden = embed(tokens)
     each layer:   hidden += attention(norm(hidden))     K, V into the pool, then `on_layer`, then attention
                   hidden += mlp(norm(hidden))
-    logits = lm_head(norm(hidden)), only for tokens that are to be followed by a new one
+    logits = lm_head(norm(hidden)), only for tokens that are to be followed by a new one, and before that for those
+             of a prompt that is to be scored
 """
 
 from collections.abc import Callable
@@ -19,12 +20,15 @@ from torch import nn
 
 from engine.batch import Batch
 from engine.kv_cache import KvCache
+from engine.logprobs import ROWS_AT_ONCE
 from engine.model_config import ModelConfig
 from kernels.face import DecodeStep, Kernels, LayerParts, LayerRun, PreparedBlock, PreparedLayers, PreparedLinear
 
 OnLayer = Callable[[int], None]
 """Called with the layer's index when the batch's K and V of that layer are in the pool: before its attention, or behind
 the layer where that is a single call."""
+OnScores = Callable[[torch.Tensor], None]
+"""Called with logits [n, vocab_size] float32 of the batch's next n `score_tokens`."""
 
 
 def _parameter(*shape: int) -> nn.Parameter:
@@ -246,9 +250,16 @@ class CausalLm(nn.Module):
         self._head = kernels.prepare_linear(self.embedding if self.lm_head is None else self.lm_head, None, wide=True)
         self.lm_head = None
 
-    def forward(self, batch: Batch, kv_cache: KvCache, kernels: Kernels, on_layer: OnLayer | None) -> torch.Tensor:
-        """Logits [S, vocab_size] float32 of the batch's `sample_tokens`; writes the K and V of all tokens."""
-        assert self._head is not None, "prepare comes before the first forward"
+    def forward(
+        self,
+        batch: Batch,
+        kv_cache: KvCache,
+        kernels: Kernels,
+        on_layer: OnLayer | None,
+        on_scores: OnScores | None = None,
+    ) -> torch.Tensor:
+        """Logits [S, vocab_size] float32 of the batch's `sample_tokens`; writes the K and V of all tokens. `on_scores`
+        gets those of the `score_tokens`, a slice at a time: of a whole chunk they would not fit."""
         angles = batch.positions.float().unsqueeze(1) * self.inverse_frequencies
         context = ForwardContext(batch, kv_cache, kernels, angles.cos(), angles.sin(), on_layer)
         hidden = F.embedding(batch.token_ids, self.embedding)
@@ -259,8 +270,15 @@ class CausalLm(nn.Module):
                 hidden, residual = layer(hidden, residual, context)
         else:
             self._run_layers(run, context)  # overwrites hidden and residual
+        if batch.score_tokens is not None and on_scores is not None:
+            for places in torch.split(batch.score_tokens, ROWS_AT_ONCE):
+                on_scores(self._logits(hidden[places], residual[places], kernels))
         if not batch.all_sample:
             hidden, residual = hidden[batch.sample_tokens], residual[batch.sample_tokens]
+        return self._logits(hidden, residual, kernels)
+
+    def _logits(self, hidden: torch.Tensor, residual: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        assert self._head is not None, "prepare comes before the first forward"
         normed, _ = self.norm.add(hidden, residual, kernels)
         return self._head(normed)
 

@@ -16,12 +16,13 @@ its leader's: the others have no blocks and follow (FOLLOWING). A leader may be 
 waits for it any more; then it goes on as their carrier, without another word.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from kvtransfer.faults import Witness, unwatched
-from kvtransfer.messages import LifetimeEvent, RequestKey, RequestOutput, RequestSpec, SamplingParams
+from kvtransfer.messages import LifetimeEvent, RequestKey, RequestOutput, RequestSpec, SamplingParams, TokenLogprob
 
 
 class RequestState(Enum):
@@ -93,8 +94,9 @@ class Request:
     `gateway` is the name of the gateway that owns it; `events` holds clock readings in seconds (monotonic). `lent`: a
     transfer's thread may touch its blocks, so they can't be freed before the transfer has ended. `num_cached`: tokens
     whose KV was in the pool already when it was admitted. `arrival`: its number among all that came to this
-    worker. `witness` is told of each event. `leader`, `followers`: of its group, while that has one KV. `is_over`: its
-    terminal word is given.
+    worker. `witness` is told of each event. `logprobs`: of the last output tokens, as far as its gateway has not heard
+    them, if it asks for them. `num_scored`: prompt tokens behind the first one whose log probabilities it has heard.
+    `leader`, `followers`: of its group, while that has one KV. `is_over`: its terminal word is given.
     """
 
     spec: RequestSpec
@@ -107,6 +109,8 @@ class Request:
     arrival: int = 0
     events: dict[LifetimeEvent, float] = field(default_factory=dict)
     lent: bool = False
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_scored: int = 0
     witness: Witness = unwatched
     leader: "Request | None" = field(default=None, init=False)
     followers: list["Request"] = field(default_factory=list, init=False)
@@ -172,6 +176,18 @@ class Request:
             return {}
         return {event: at for event, at in self.leader.events.items() if event in _OF_THE_GROUP}
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it is still to be told how likely tokens of the prompt were. Until then all of it is computed: KV
+        that is found somewhere brings no logits."""
+        return self.sampling.num_prompt_logprobs is not None and self.num_scored < self.num_prompt - 1
+
+    def append(self, drawn: "Drawn") -> None:
+        """The next output token. Its log probability is kept if the request asks for it."""
+        self.output_token_ids.append(drawn.token_id)
+        if drawn.logprob is not None and self.sampling.num_logprobs is not None:
+            self.logprobs.append(drawn.logprob)
+
     def token_slice(self, start: int, stop: int) -> list[int]:
         """Token ids at positions [start, stop), prompt and output alike."""
         prompt = self.spec.prompt_token_ids[start:stop]
@@ -222,6 +238,38 @@ class ScheduledRow:
     def samples(self) -> bool:
         """Whether the step ends at the request's last known token, so that its logits give the next one."""
         return self.stop == self.request.num_tokens
+
+    @property
+    def scored(self) -> range:
+        """Positions whose logits say how likely the prompt's next token was, of those that are still to be told."""
+        request = self.request
+        if not request.scores_prompt:
+            return range(0)
+        assert self.start <= request.num_scored, f"{request.key}: from {self.start}, scored are {request.num_scored}"
+        return range(request.num_scored, max(request.num_scored, min(self.stop, request.num_prompt - 1)))
+
+
+class Drawn(NamedTuple):
+    """A sampled token, and how likely it was, if somebody asks."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True)
+class RowLogprobs:
+    """What one row of a step has told: of the token that it sampled, and of prompt tokens in order, if asked."""
+
+    token: TokenLogprob | None = None
+    prompt: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """For each row of a step the token it sampled, or None; and by the row's index what it has told of likelihoods."""
+
+    token_ids: Sequence[int | None]
+    logprobs: Mapping[int, RowLogprobs] = field(default_factory=dict)
 
 
 def with_followers(rows: Sequence[ScheduledRow]) -> list[ScheduledRow]:

@@ -11,15 +11,25 @@ for the gateways, `take_commands` for the thread that moves KV, `take_moves` for
 
 import abc
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from engine.block_moves import BlockMove
 from engine.block_pool import BlockPool
 from engine.prefix_hash import BlockNames
-from engine.request import Outgoing, Request, RequestState, ScheduledRow
-from kvtransfer.messages import MAX_TEXT_CHARS, EndReason, LifetimeEvent, Load, RequestEnd, RequestKey
+from engine.request import Drawn, Outgoing, Request, RequestState, RowLogprobs, ScheduledRow, StepResult
+from kvtransfer.messages import (
+    MAX_TEXT_CHARS,
+    EndReason,
+    LifetimeEvent,
+    Load,
+    PromptLogprobs,
+    RequestEnd,
+    RequestKey,
+    RequestOutput,
+    TokenLogprob,
+)
 
 Job = TypeVar("Job", bound=Request)
 Command = TypeVar("Command")
@@ -162,9 +172,26 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
     def schedule(self, now: float) -> list[ScheduledRow]:
         """The rows of the next step; empty if there is nothing to compute."""
 
+    def complete(self, rows: Sequence[ScheduledRow], result: StepResult, now: float) -> None:
+        """Books a step: what is computed, what it has told of prompts, and the tokens that it sampled."""
+        drawn: dict[RequestKey, Drawn] = {}
+        for index, (row, token_id) in enumerate(zip(rows, result.token_ids, strict=True)):
+            assert (token_id is not None) == row.samples, f"row of {row.request.key} sampled {token_id}"
+            if token_id is not None:
+                drawn[row.request.key] = Drawn(token_id, result.logprobs.get(index, RowLogprobs()).token)
+        for index, row in enumerate(rows):
+            if row.count == 0:
+                continue  # a follower's: it has its token with its leader
+            job, told = self._requests[row.request.key], result.logprobs.get(index, RowLogprobs())
+            self._computed(job, row.stop)
+            if told.prompt:
+                self._say_scores(job, told.prompt)
+            if row.samples:
+                self._sampled(job, drawn, now)
+
     @abc.abstractmethod
-    def complete(self, rows: Sequence[ScheduledRow], sampled: Sequence[int | None], now: float) -> None:
-        """Books a step: for each row the token it sampled, or None."""
+    def _sampled(self, request: Job, drawn: Mapping[RequestKey, Drawn], now: float) -> None:
+        """A step has given `request`, and all that follow it, their next tokens: they are among `drawn`."""
 
     def _queued(self, request: Job, now: float) -> None:
         """`request` has just been queued; where that is all, nothing is left to do."""
@@ -191,7 +218,7 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
 
     def _cached_blocks(self, request: Job, num_tokens: int) -> list[int]:
         """Blocks that hold the KV of the request's first tokens already, of `num_tokens` at most."""
-        if not self._rules.share_prefixes:
+        if not self._rules.share_prefixes or request.scores_prompt:
             return []
         num_full = num_tokens // self._pool.block_size
         return self._pool.find(self._names_of(request, num_full)[:num_full])
@@ -243,6 +270,17 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
                 block_id, num_free = request.block_ids[index], size - max(0, filled - index * size)
                 spare[block_id] = min(num_free, spare.get(block_id, num_free))
         return sum(spare.values()) / slots if slots else 0.0
+
+    def _say_scores(self, request: Job, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """Tells the gateway how likely the prompt's next tokens were."""
+        output = RequestOutput(
+            request_id=request.spec.request_id,
+            attempt=request.spec.attempt,
+            start=request.num_resumed,
+            prompt_logprobs=PromptLogprobs(request.num_scored + 1, logprobs),
+        )
+        request.num_scored += len(logprobs)
+        self._outputs.append(Outgoing(request.gateway, output))
 
     # --- ends
 

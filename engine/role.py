@@ -10,7 +10,7 @@ import msgspec
 from engine.admission import check_group, check_spec
 from engine.assembly import Engine
 from engine.errors import RejectedError
-from engine.request import ScheduledRow
+from engine.request import ScheduledRow, StepResult
 from engine.request_book import Command, Job, RequestBook
 from kvtransfer.faults import Witness, unwatched
 from kvtransfer.messages import (
@@ -85,10 +85,10 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
         if moves:
             self._engine.mover.carry_out(moves)
         self._carry_out_all()  # what has been admitted is offered before its KV is computed, not a step later
-        sampled = self._compute(rows) if rows else []
+        result = self._compute(rows) if rows else StepResult(())
         if moves:  # blocks may be granted to a transfer from here on
             self._engine.mover.settle()
-        self._book.complete(rows, sampled, self._clock())
+        self._book.complete(rows, result, self._clock())
         return bool(rows)
 
     def _carry_out_all(self) -> None:
@@ -100,8 +100,8 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
         """What has become of KV that moved, since the start."""
 
     @abc.abstractmethod
-    def _compute(self, rows: Sequence[ScheduledRow]) -> list[int | None]:
-        """Runs the model over `rows`: for each the token it sampled, or None."""
+    def _compute(self, rows: Sequence[ScheduledRow]) -> StepResult:
+        """Runs the model over `rows`."""
 
     @abc.abstractmethod
     def _carry_out(self, command: Command) -> None:

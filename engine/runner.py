@@ -7,8 +7,9 @@ import torch
 from engine.batch import Batch, build_batch
 from engine.cuda_graphs import DecodeGraphs
 from engine.kv_cache import KvCache
-from engine.model import CausalLm, OnLayer
-from engine.request import Request, ScheduledRow
+from engine.logprobs import PromptScores, row_logprobs, sampled_logprobs
+from engine.model import CausalLm, OnLayer, OnScores
+from engine.request import Request, ScheduledRow, StepResult
 from kernels.face import Kernels
 
 Sample = Callable[[torch.Tensor, Sequence[Request]], list[int]]
@@ -33,25 +34,32 @@ class Runner:
         self._sample = sample
         self._graphs = graphs
 
-    def step(self, rows: Sequence[ScheduledRow], on_layer: OnLayer | None = None) -> list[int | None]:
+    def step(self, rows: Sequence[ScheduledRow], on_layer: OnLayer | None = None) -> StepResult:
         """Computes the K and V of all tokens of `rows` and returns, row by row, the next token id, or None where the
-        row ends before its request's last token. `on_layer(i)` is called as soon as layer i's K and V are in the pool.
+        row ends before its request's last token; and how likely tokens were, for those who ask. `on_layer(i)` is called
+        as soon as layer i's K and V are in the pool.
 
-        Waits for the device in the sampler alone: for the ids, and for what decides how they are drawn.
+        Waits for the device in the sampler alone, for the ids and for what decides how they are drawn, and where
+        somebody asks how likely they were.
         """
         assert rows, "a step needs at least one row"
         with torch.inference_mode():
             batch = build_batch(rows, self.kv_cache.block_size, self.kv_cache.device)
-            logits = self._forward(batch, on_layer)
-            sampled = self._sample(logits, [rows[index].request for index in batch.sample_rows]) if len(logits) else []
+            scores = PromptScores(rows)
+            logits = self._forward(batch, on_layer, scores.take)
+            sampling = [rows[index] for index in batch.sample_rows]
+            sampled = self._sample(logits, [row.request for row in sampling]) if sampling else []
+            told = sampled_logprobs(logits, sampling, sampled)
         next_tokens: list[int | None] = [None] * len(rows)
         for index, token_id in zip(batch.sample_rows, sampled, strict=True):
             next_tokens[index] = token_id
-        return next_tokens
+        by_row = {batch.sample_rows[index]: logprob for index, logprob in told.items()}
+        return StepResult(next_tokens, row_logprobs(by_row, scores.by_row()))
 
-    def _forward(self, batch: Batch, on_layer: OnLayer | None) -> torch.Tensor:
-        """Logits of the tokens that sample; a recorded step cannot call back in its middle."""
-        if self._graphs is not None and on_layer is None and self._graphs.takes(batch):
+    def _forward(self, batch: Batch, on_layer: OnLayer | None, on_scores: OnScores) -> torch.Tensor:
+        """Logits of the tokens that sample; a recorded step cannot call back in its middle, or behind it."""
+        may_replay = on_layer is None and batch.score_tokens is None
+        if self._graphs is not None and may_replay and self._graphs.takes(batch):
             return self._graphs.run(batch)
-        logits: torch.Tensor = self._model(batch, self.kv_cache, self._kernels, on_layer)
+        logits: torch.Tensor = self._model(batch, self.kv_cache, self._kernels, on_layer, on_scores)
         return logits

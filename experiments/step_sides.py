@@ -62,7 +62,7 @@ class EngineSide:
         sampler = Sampler(loaded.config.vocab_size, loaded.eos_token_ids, loaded.device, loaded.kernels.sampling)
         runner = Runner(loaded.model, loaded.kernels, kv_cache, sampler)
         rows = _rows(shapes)
-        return lambda: runner.step(rows)
+        return lambda: runner.step(rows).token_ids
 
 
 def _rows(shapes: list[tuple[int, int]]) -> list[ScheduledRow]:

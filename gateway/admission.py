@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from gateway.backend import InvalidRequestError
-from kvtransfer.messages import MAX_PROMPT_TOKENS, SamplingParams
+from kvtransfer.messages import MAX_PROMPT_LOGPROBS, MAX_PROMPT_TOKENS, SamplingParams
 
 
 def check_request(prompt: tuple[int, ...], sampling: SamplingParams, *, vocab_size: int, max_model_len: int) -> None:
@@ -29,6 +29,12 @@ def check_request(prompt: tuple[int, ...], sampling: SamplingParams, *, vocab_si
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         raise InvalidRequestError(
             f"the prompt has a token id outside of the vocabulary, which ends at {vocab_size - 1}"
+        )
+    num_top = sampling.num_prompt_logprobs
+    if num_top is not None and (1 + num_top) * len(prompt) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"the log probabilities of {len(prompt)} prompt tokens, each with {num_top} alternatives, are more than "
+            f"the {MAX_PROMPT_LOGPROBS} that one prompt may have"
         )
     _check_sampling(sampling)
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-Json = dict[str, Any]
+from gateway.choice_text import TextDelta
+from gateway.logprob_answers import Json, LogprobStyle
 
 
 @dataclass(eq=False)
@@ -26,13 +27,13 @@ class Usage:
 
 
 class AnswerShape(Protocol):
-    """Where completions and chats differ. `finish_reason` is None while a choice goes on."""
+    """Where completions and chats differ. A whole choice is all of its deltas in one."""
 
     id_prefix: str
     object: str
     chunk_object: str
 
-    def choice(self, index: int, text: str, finish_reason: str) -> Json:
+    def choice(self, whole: TextDelta) -> Json:
         """A choice of a whole answer."""
         ...
 
@@ -40,47 +41,78 @@ class AnswerShape(Protocol):
         """The chunk choice that comes before any text, if there is one."""
         ...
 
-    def chunk_choice(self, index: int, text: str, finish_reason: str | None) -> Json:
+    def chunk_choice(self, delta: TextDelta) -> Json:
         """A choice of a stream chunk."""
         ...
 
+    def beside_choices(self, deltas: Sequence[TextDelta]) -> Json:
+        """What an answer or a chunk with these choices says beside them."""
+        ...
 
+
+@dataclass(frozen=True)
 class CompletionShape:
     """`/v1/completions`."""
 
+    style: LogprobStyle
     id_prefix = "cmpl"
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def choice(self, index: int, text: str, finish_reason: str) -> Json:
-        return self.chunk_choice(index, text, finish_reason)
+    def choice(self, whole: TextDelta) -> Json:
+        return {**self.chunk_choice(whole), "logprobs": self.style.of_completion(whole.tokens)}
 
     def opening(self, index: int) -> Json | None:
         return None
 
-    def chunk_choice(self, index: int, text: str, finish_reason: str | None) -> Json:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    def chunk_choice(self, delta: TextDelta) -> Json:
+        choice = {
+            "index": delta.index,
+            "text": delta.text,
+            "logprobs": self.style.of_completion(delta.tokens) if delta.tokens else None,
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.prompt is not None and self.style.num_prompt_top is not None:
+            choice["prompt_logprobs"] = self.style.of_prompt(delta.prompt)
+        return choice
+
+    def beside_choices(self, deltas: Sequence[TextDelta]) -> Json:
+        return {}
 
 
+@dataclass(frozen=True)
 class ChatShape:
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`. What there is to say of the prompt stands beside the choices, which share it."""
 
+    style: LogprobStyle
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, index: int, text: str, finish_reason: str) -> Json:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
+    def choice(self, whole: TextDelta) -> Json:
+        message = {"role": "assistant", "content": whole.text, "refusal": None}
+        return {
+            "index": whole.index,
+            "message": message,
+            "logprobs": self.style.of_chat(whole.tokens),
+            "finish_reason": whole.finish_reason,
+        }
 
     def opening(self, index: int) -> Json | None:
-        return self._chunk(index, {"role": "assistant", "content": ""}, None)
+        return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
 
-    def chunk_choice(self, index: int, text: str, finish_reason: str | None) -> Json:
-        return self._chunk(index, {"content": text} if text else {}, finish_reason)
+    def chunk_choice(self, delta: TextDelta) -> Json:
+        logprobs = self.style.of_chat(delta.tokens) if delta.tokens else None
+        return self._chunk(delta.index, {"content": delta.text} if delta.text else {}, logprobs, delta.finish_reason)
 
-    def _chunk(self, index: int, delta: Json, finish_reason: str | None) -> Json:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def beside_choices(self, deltas: Sequence[TextDelta]) -> Json:
+        prompt = next((delta.prompt for delta in deltas if delta.prompt is not None and delta.index == 0), None)
+        if prompt is None or self.style.num_prompt_top is None:
+            return {}
+        return {"prompt_logprobs": self.style.of_prompt(prompt)}
+
+    def _chunk(self, index: int, delta: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 @dataclass(frozen=True)
@@ -92,11 +124,16 @@ class Envelope:
     model: str
     shape: AnswerShape = field(repr=False)
 
-    def answer(self, choices: Sequence[Json], usage: Usage) -> Json:
-        return {**self._head(self.shape.object), "choices": list(choices), "usage": usage.to_json()}
+    def answer(self, choices: Sequence[TextDelta], usage: Usage) -> Json:
+        return {
+            **self._head(self.shape.object),
+            "choices": [self.shape.choice(choice) for choice in choices],
+            "usage": usage.to_json(),
+            **self.shape.beside_choices(choices),
+        }
 
-    def chunk(self, choices: Sequence[Json]) -> Json:
-        return {**self._head(self.shape.chunk_object), "choices": list(choices)}
+    def chunk(self, choices: Sequence[Json], more: Json | None = None) -> Json:
+        return {**self._head(self.shape.chunk_object), "choices": list(choices), **(more or {})}
 
     def _head(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

@@ -45,6 +45,7 @@ from gateway.openapi import describe
 from gateway.prompts import PromptEncoder
 from gateway.service import Service
 from gateway.text_pool import TextPool
+from gateway.token_texts import TokenTexts
 from gateway.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 from gateway.tokenizer import Tokenizer
 
@@ -69,7 +70,8 @@ def create_app(
         settings=settings,
         metrics=metrics,
         prompts=PromptEncoder(tokenizer, pool),
-        generation=Generation(backend, tokenizer, settings, metrics),
+        generation=Generation(backend, tokenizer, settings, metrics, pool),
+        token_texts=TokenTexts(tokenizer),
         created=int(time.time()),
     )
 

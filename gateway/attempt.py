@@ -16,12 +16,14 @@ from kvtransfer.messages import (
     LifetimeEvent,
     PrefillRequest,
     PrefillSource,
+    PromptLogprobs,
     RequestEnd,
     RequestKey,
     RequestOutput,
     RequestSpec,
     Role,
     Sibling,
+    TokenLogprob,
 )
 
 _FINISHES = frozenset({EndReason.STOP, EndReason.LENGTH})
@@ -57,6 +59,8 @@ class Attempt:
     merge: TokenMerge
     started_at: float
     num_cached: int = field(default=0, init=False)  # prompt tokens that a worker found in its prefix cache
+    _scores: list[TokenLogprob] = field(default_factory=list, init=False)
+    _num_scored: int = field(default=0, init=False)
     _finish: EndReason | None = field(default=None, init=False)
     _num_final: int | None = field(default=None, init=False)  # output tokens in all, once a worker has finished
 
@@ -83,9 +87,23 @@ class Attempt:
         return self.decode is None or LifetimeEvent.RESERVED in self.decode.events or self.merge.has_spoken(Role.DECODE)
 
     @property
+    def has_scores(self) -> bool:
+        """Whether all is known of the prompt's tokens that was asked for."""
+        return self.spec.sampling.num_prompt_logprobs is None or self._num_scored == self._num_to_score
+
+    @property
     def finish(self) -> EndReason | None:
-        """Set once all tokens are known: decode may end before prefill's token is here."""
-        return None if self._num_final is None or self.merge.length < self._num_final else self._finish
+        """Set once all is known: decode may end before prefill's token is here."""
+        if self._num_final is None or self.merge.length < self._num_final or not self.has_scores:
+            return None
+        return self._finish
+
+    def take_scores(self) -> tuple[TokenLogprob, ...] | None:
+        """How likely the prompt's tokens were, if that was asked for; not to be taken twice."""
+        if self.spec.sampling.num_prompt_logprobs is None:
+            return None
+        taken, self._scores = tuple(self._scores), []
+        return taken
 
     def leg_of(self, role: Role) -> Leg:
         """The part of a worker that it has."""
@@ -96,15 +114,21 @@ class Attempt:
         return next((leg for leg in self.active_legs if leg.ref == worker.ref), None)
 
     def needs(self, leg: Leg) -> bool:
-        """Whether it can't go on without this worker. Once decode speaks it has all of the KV, so prefill may go."""
-        return leg is not self.prefill or self.merge.num_new == 0 or not self.merge.has_spoken(Role.DECODE)
+        """Whether it can't go on without this worker. Once decode speaks it has all of the KV, so prefill may go, if it
+        has said how likely the prompt was."""
+        is_over = self.merge.num_new > 0 and self.merge.has_spoken(Role.DECODE) and self.has_scores
+        return leg is not self.prefill or not is_over
 
     def receive(self, leg: Leg, output: RequestOutput) -> None:
         """Takes a worker's output. Raises SetbackError if the attempt is over, BackendError if the request is."""
         leg.events.update(output.events)
         self.num_cached = max(self.num_cached, output.num_cached)
         leg.active = leg.active and output.end is None
-        self.merge.add(leg.role, output.start, output.token_ids)
+        if output.prompt_logprobs is not None:
+            self._add_scores(leg, output.prompt_logprobs)
+        self.merge.add(leg.role, output.start, output.token_ids, output.logprobs)
+        if output.token_ids and leg is self._scorer and not self.has_scores:
+            raise InconsistentOutputError("log probabilities of the prompt are missing")
         if output.end is not None:
             self._on_end(leg, output, output.end)
         if self._num_final is not None and self.merge.length > self._num_final:
@@ -126,6 +150,24 @@ class Attempt:
         if self.decode is not None:
             source = None if self.prefill is None else PrefillSource(*self.prefill.ref)
             yield self.decode, DecodeRequest(self.spec, source, siblings=siblings)
+
+    @property
+    def _scorer(self) -> Leg | None:
+        """Whoever computes the prompt."""
+        return self.decode if self.prefill is None else self.prefill
+
+    @property
+    def _num_to_score(self) -> int:
+        return len(self.spec.prompt_token_ids) - 1
+
+    def _add_scores(self, leg: Leg, scores: PromptLogprobs) -> None:
+        """The next ones, in order and without gaps. Raises InconsistentOutputError."""
+        is_asked = self.spec.sampling.num_prompt_logprobs is not None and leg is self._scorer
+        num_known = self._num_scored + len(scores.tokens)
+        if not is_asked or scores.start != self._num_scored + 1 or num_known > self._num_to_score:
+            raise InconsistentOutputError("log probabilities of the prompt out of order, or not asked for")
+        self._scores += scores.tokens
+        self._num_scored = num_known
 
     def _on_end(self, leg: Leg, output: RequestOutput, end: RequestEnd) -> None:
         if end.reason in _FINISHES:

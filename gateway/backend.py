@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from gateway.gathering import Gathering
 from gateway.modes import Mode
-from kvtransfer.messages import EndReason, SamplingParams
+from kvtransfer.messages import EndReason, SamplingParams, TokenLogprob
 
 
 class BackendError(Exception):
@@ -79,11 +79,14 @@ class DeadlineExceededError(BackendError):
 class TokenDelta:
     """New output tokens of one request, in order and without gaps; `finish` is set on the last delta only
     (STOP or LENGTH; errors are raised as BackendError instead). `num_cached`, on the first one: prompt tokens whose KV
-    was found in a prefix cache."""
+    was found in a prefix cache. `logprobs`: one a token, if the sampling asks for them. `prompt_logprobs`, on the first
+    one if the sampling asks for them: one for each token of the prompt behind its first."""
 
     token_ids: tuple[int, ...]
     finish: EndReason | None
     num_cached: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from gateway.errors import InvalidFieldError
 from gateway.generation import Call
 from gateway.mode_header import asked_mode
 from gateway.modes import Mode
+from gateway.prompts import truncation
 from gateway.schemas import CHAT_RULES, ChatRequest
 from gateway.service import Service, read_request
 
@@ -28,6 +29,8 @@ class ChatEndpoint:
         service.check_model(request.model)
         service.check_generation(request)
         _check_max_tokens(request)
+        if request.top_logprobs and not request.logprobs:
+            raise InvalidFieldError("top_logprobs: only with logprobs true", param="top_logprobs")
         text = await service.prompts.render(
             request.messages,
             add_generation_prompt=request.add_generation_prompt,
@@ -35,11 +38,15 @@ class ChatEndpoint:
         )
         max_model_len = service.max_model_len(mode)
         encoded = await service.prompts.encode(
-            [text], add_special_tokens=request.add_special_tokens, max_model_len=max_model_len
+            [text],
+            add_special_tokens=request.add_special_tokens,
+            max_model_len=max_model_len,
+            num_kept=truncation(request.truncate_prompt_tokens, request.asked_max_tokens, max_model_len),
         )
+        service.check_num_scores(request, encoded)
         return service.make_call(
             request,
-            ChatShape(),
+            ChatShape(service.logprob_style(request)),
             encoded,
             max_model_len=max_model_len,
             default_max_tokens=max_model_len,

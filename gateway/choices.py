@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from gateway.backend import Backend, BackendError, RequestFailedError, Traits
 from gateway.choice_text import ChoiceText, TextDelta, TextRules
+from gateway.echo import Echo
 from gateway.errors import ApiError, InternalError, SlowReaderError
 from gateway.gathering import Gathering
 from gateway.metrics import Metrics, RequestTimer
@@ -34,12 +35,13 @@ _LOG = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Choice:
     """One prompt and how to go on from it. Choices of one prompt follow each other and differ in their
-    `sampling.choice_index`, which counts from 0."""
+    `sampling.choice_index`, which counts from 0. `echo`: what of the prompt comes before the output."""
 
     index: int
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     traits: Traits
+    echo: Echo | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -139,7 +141,7 @@ class ChoiceStreams:
                 task.cancel()
 
     async def _produce(self, choice: Choice, timer: RequestTimer, gathering: Gathering[Any]) -> str:
-        text = ChoiceText(choice.index, choice.prompt_token_ids, self._tokenizer, self._rules)
+        text = ChoiceText(choice.index, choice.prompt_token_ids, self._tokenizer, self._rules, choice.echo)
         tokens = self._backend.generate(
             choice.prompt_token_ids,
             choice.sampling,

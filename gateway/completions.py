@@ -1,14 +1,16 @@
 """`POST /v1/completions`."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from gateway.answers import CompletionShape
 from gateway.asgi import Receive, Scope, Send
+from gateway.echo import Echo
 from gateway.errors import InvalidFieldError
 from gateway.generation import Call
 from gateway.mode_header import asked_mode
 from gateway.modes import Mode
-from gateway.prompts import split_prompts
+from gateway.prompts import split_prompts, truncation
 from gateway.schemas import COMPLETION_RULES, CompletionRequest
 from gateway.service import Service, read_request
 
@@ -33,16 +35,29 @@ class CompletionsEndpoint:
         service = self._service
         service.check_model(request.model)
         service.check_generation(request)
+        _check_fields(request)
         _check_best_of(request)
         prompts = split_prompts(request.prompt, service.settings.max_prompts)
         max_model_len = service.max_model_len(mode)
+        num_kept = truncation(request.truncate_prompt_tokens, request.max_tokens, max_model_len)
         encoded = await service.prompts.encode(
-            prompts, add_special_tokens=request.add_special_tokens, max_model_len=max_model_len
+            prompts,
+            add_special_tokens=request.add_special_tokens,
+            max_model_len=max_model_len,
+            num_kept=num_kept,
         )
+        service.check_num_scores(request, encoded)
+        echoes: Sequence[Echo | None] = [None] * len(encoded)
+        if request.echo:
+            is_told = request.num_logprobs is not None
+            echoes = await service.prompts.echoes(
+                prompts, encoded, truncated=num_kept is not None, with_offsets=is_told
+            )
         return service.make_call(
             request,
-            CompletionShape(),
+            CompletionShape(service.logprob_style(request)),
             encoded,
+            echoes=echoes,
             max_model_len=max_model_len,
             default_max_tokens=DEFAULT_MAX_TOKENS,
             started_at=started_at,
@@ -58,3 +73,10 @@ def _check_best_of(request: CompletionRequest) -> None:
         raise InvalidFieldError(f"best_of: {request.best_of} is less than n, which is {request.n}", param="best_of")
     if request.best_of > request.n:
         raise InvalidFieldError("best_of: more than n is not supported by this server; leave it out", param="best_of")
+
+
+def _check_fields(request: CompletionRequest) -> None:
+    if request.logprobs is True:
+        raise InvalidFieldError("logprobs: must be the number of alternatives, not true", param="logprobs")
+    if request.max_tokens == 0 and not request.echo:
+        raise InvalidFieldError("max_tokens: must be >= 1, or 0 with echo true", param="max_tokens")

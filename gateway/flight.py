@@ -16,6 +16,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final
 
+from msgspec import structs
+
 from gateway.attempt import Attempt, Leg
 from gateway.backend import BackendError, DeadlineExceededError, TokenDelta, Traits
 from gateway.failover import Failover
@@ -94,6 +96,17 @@ class Flight:
         return [*self.prompt_token_ids, *self.tokens] if self.tokens else self.prompt_token_ids
 
     @property
+    def owes_scores(self) -> bool:
+        """Whether the client is still to be told how likely its prompt was: with its first tokens."""
+        return self.sampling.num_prompt_logprobs is not None and self.num_streamed == 0
+
+    @property
+    def kept_tokens(self) -> Sequence[int]:
+        """What of the output the next attempt goes on from. One that has to score the prompt begins anew: the client
+        has nothing yet, and the last attempt may have had all tokens."""
+        return () if self.owes_scores else self.tokens
+
+    @property
     def num_attempts(self) -> int:
         return 0 if self.attempt is None else self.attempt.spec.attempt + 1
 
@@ -105,7 +118,7 @@ class Flight:
     @property
     def needs_decode(self) -> bool:
         """Whether more than one token is missing."""
-        return self.sampling.max_tokens - len(self.tokens) > 1
+        return self.sampling.max_tokens - len(self.kept_tokens) > 1
 
     @property
     def active_legs(self) -> tuple[Leg, ...]:
@@ -120,6 +133,7 @@ class Flight:
     def begin(self, route: Route, now: float) -> Attempt:
         """The next attempt, on these workers, who are still to be told."""
         spec = self._next_spec()
+        untaken = () if self.attempt is None or self.owes_scores else self.attempt.merge.take_logprobs()
         self.attempt = Attempt(
             spec=spec,
             prefill=None if route.prefill is None else Leg.on(route.prefill),
@@ -129,6 +143,8 @@ class Flight:
                 self.max_early,
                 spec.output_token_ids,
                 is_decode_alone=route.prefill is None,
+                with_logprobs=spec.sampling.num_logprobs is not None,
+                untaken=untaken,
             ),
             started_at=now,
         )
@@ -150,12 +166,23 @@ class Flight:
         finish = self.attempt.finish
         if self.state is FlightState.HELD and self.attempt.has_room:
             self.move(FlightState.STREAMING)
-        if self.state is FlightState.HELD and finish is None:
+        if finish is None and (self.state is FlightState.HELD or not self.attempt.has_scores):
             return None
-        is_first, fresh = self.num_streamed == 0, tuple(self.tokens[self.num_streamed :])
+        fresh = tuple(self.tokens[self.num_streamed :])
+        return self._delta(fresh, finish) if fresh or finish is not None else None
+
+    def _delta(self, fresh: tuple[int, ...], finish: EndReason | None) -> TokenDelta:
+        """What the consumer gets now; the first one has more to it."""
+        assert self.attempt is not None, f"request {self.request_id} has not begun"
+        is_first = self.num_streamed == 0
         self.num_streamed += len(fresh)
-        num_cached = self.attempt.num_cached if is_first else 0
-        return TokenDelta(fresh, finish, num_cached) if fresh or finish is not None else None
+        return TokenDelta(
+            fresh,
+            finish,
+            num_cached=self.attempt.num_cached if is_first else 0,
+            logprobs=self.attempt.merge.take_logprobs(),
+            prompt_logprobs=self.attempt.take_scores() if is_first else None,
+        )
 
     def overdue(self, now: float) -> BackendError | None:
         """The error of a request that is past a deadline."""
@@ -179,12 +206,13 @@ class Flight:
         return RequestOutcome(self.request_id, finish, error, phases, self._handoff_gap_s, self.attempt.mode)
 
     def _next_spec(self) -> RequestSpec:
+        sampling = self.sampling if self.owes_scores else structs.replace(self.sampling, num_prompt_logprobs=None)
         return RequestSpec(
             request_id=self.request_id,
             attempt=self.num_attempts,
             prompt_token_ids=self.prompt_token_ids,
-            sampling=self.sampling,
-            output_token_ids=tuple(self.tokens),
+            sampling=sampling,
+            output_token_ids=tuple(self.kept_tokens),
             cache_salt=self.traits.cache_salt,
             priority=self.traits.priority,
         )

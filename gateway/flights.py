@@ -174,7 +174,8 @@ class Flights:
 
     def _take(self, flight: Flight, leg: Leg, output: RequestOutput) -> None:
         delta = flight.receive(leg, output, self._clock())
-        if not leg.active or leg.role is Role.PREFILL:  # the prompt is computed, whatever prefill still has to send
+        # With prefill's token the prompt is computed, whatever prefill still has to send.
+        if not leg.active or (leg.role is Role.PREFILL and output.token_ids):
             self.book.discard(leg.worker_id, flight.request_id)
         self._learn(flight, leg, output)
         if delta is None:
@@ -204,6 +205,8 @@ class Flights:
                 self.held.note(leg.ref, flight.chain, flight.known_tokens[:num_computed])
         elif output.end is not None or (output.token_ids and output.start <= len(spec.output_token_ids) + 1):
             self._note_held(flight, leg)
+        elif spec.sampling.num_prompt_logprobs is not None:
+            return  # it takes nothing from the cache, so it tells nothing of it
         elif flight.attempt.mode is Mode.LOCAL and LifetimeEvent.RESERVED in output.events:
             self.held.correct(leg.ref, flight.chain, flight.known_tokens, output.num_cached)
 

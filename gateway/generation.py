@@ -11,9 +11,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from gateway.answers import AnswerShape, Envelope, Usage
 from gateway.asgi import Receive, Send, send_json
@@ -26,9 +27,14 @@ from gateway.metrics import Metrics
 from gateway.mode_header import mode_headers
 from gateway.schemas import StreamOptions
 from gateway.sse import EventStream
+from gateway.text_pool import TextPool
 from gateway.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+FEW_TOKENS: Final = 256
+"""Whose log probabilities are put into an answer on the event loop: a few milliseconds, with 20 alternatives each."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +52,14 @@ class Call:
 class Generation:
     """Answers calls. Its parts outlive it."""
 
-    def __init__(self, backend: Backend, tokenizer: Tokenizer, settings: HttpSettings, metrics: Metrics) -> None:
+    def __init__(
+        self, backend: Backend, tokenizer: Tokenizer, settings: HttpSettings, metrics: Metrics, pool: TextPool
+    ) -> None:
         self._backend = backend
         self._tokenizer = tokenizer
         self._settings = settings
         self._metrics = metrics
+        self._pool = pool
 
     async def answer(self, call: Call, receive: Receive, send: Send) -> None:
         """Sends the whole answer. Raises ApiError and BackendError as long as nothing has been sent."""
@@ -58,18 +67,21 @@ class Generation:
         await run_until_gone(work, receive)
 
     async def _whole(self, call: Call, send: Send) -> None:
-        texts = [""] * len(call.choices)
-        reasons = [""] * len(call.choices)
+        deltas: list[list[TextDelta]] = [[] for _ in call.choices]
         usage = _usage(call)
         async with self._start(call) as streams:
             while batch := await streams.next():
                 for delta in batch:
-                    texts[delta.index] += delta.text
-                    reasons[delta.index] = delta.finish_reason or ""
+                    deltas[delta.index].append(delta)
                     usage.num_completion += delta.num_tokens
             usage.num_cached = streams.num_cached
-        choices = [call.shape.choice(*parts) for parts in zip(range(len(texts)), texts, reasons, strict=True)]
-        await send_json(send, _envelope(call).answer(choices, usage), headers=mode_headers(streams.mode))
+        answer = await self._make(lambda: _envelope(call).answer([joined(parts) for parts in deltas], usage), deltas)
+        await send_json(send, answer, headers=mode_headers(streams.mode))
+
+    async def _make(self, make: Callable[[], _T], deltas: Iterable[Sequence[TextDelta]]) -> _T:
+        """What `make` gives; beside the loop if it is much, so that others do not wait."""
+        is_much = sum(len(delta.tokens) + len(delta.prompt or ()) for part in deltas for delta in part) > FEW_TOKENS
+        return await self._pool.run(make) if is_much else make()
 
     async def _streamed(self, call: Call, options: StreamOptions, send: Send) -> None:
         events = EventStream(send)
@@ -92,7 +104,8 @@ class Generation:
         await events.start(mode_headers(streams.mode))
         await events.write(chunks.opening())
         while batch is not None:
-            await events.write(chunks.of(batch, streams.num_cached))
+            made = partial(chunks.of, batch, streams.num_cached)
+            await events.write(await self._make(made, [batch]))
             batch = await self._next(streams, events)
         await events.write(chunks.closing())
         await events.finish()
@@ -132,14 +145,15 @@ class ChunkMaker:
         return [self._chunk(opening) for opening in openings if opening is not None]
 
     def of(self, batch: list[TextDelta], num_cached: int) -> list[dict[str, Any]]:
-        """One chunk a token that has text, or ends its choice. Tokens without text only count. `num_cached`: prompt
-        tokens of the call so far that were found in a prefix cache."""
+        """One chunk a token that has text, or ends its choice, or is told how likely it was. Other tokens only count.
+        `num_cached`: prompt tokens of the call so far that were found in a prefix cache."""
         chunks = []
         self._usage.num_cached = num_cached
         for delta in batch:
             self._usage.num_completion += delta.num_tokens
-            if delta.text or delta.finish_reason is not None:
-                chunks.append(self._chunk(self._call.shape.chunk_choice(delta.index, delta.text, delta.finish_reason)))
+            if delta.text or delta.tokens or delta.prompt is not None or delta.finish_reason is not None:
+                shape = self._call.shape
+                chunks.append(self._chunk(shape.chunk_choice(delta), shape.beside_choices([delta])))
         return chunks
 
     def closing(self) -> list[dict[str, Any]]:
@@ -148,13 +162,26 @@ class ChunkMaker:
             return []
         return [{**self._envelope.chunk([]), "usage": self._usage.to_json()}]
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk = self._envelope.chunk([choice])
+    def _chunk(self, choice: dict[str, Any], more: dict[str, Any] | None = None) -> dict[str, Any]:
+        chunk = self._envelope.chunk([choice], more)
         if self._options.continuous_usage_stats:
             chunk["usage"] = self._usage.to_json()
         elif self._options.include_usage:
             chunk["usage"] = None
         return chunk
+
+
+def joined(deltas: Sequence[TextDelta]) -> TextDelta:
+    """All deltas of a finished choice in one."""
+    assert deltas, "a choice has at least its end"
+    return TextDelta(
+        deltas[0].index,
+        "".join(delta.text for delta in deltas),
+        sum(delta.num_tokens for delta in deltas),
+        deltas[-1].finish_reason,
+        tuple(token for delta in deltas for token in delta.tokens),
+        deltas[0].prompt,
+    )
 
 
 async def run_until_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:

@@ -239,6 +239,8 @@ class RequestTimer:
         self._metrics.requests.labels(reason).inc()
         if reason not in ("stop", "length"):
             return
+        if self._first_at is None:  # nothing but the prompt was asked for
+            self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
         self._metrics.e2e_latency.observe(self._metrics.clock() - self.started_at)
         if self._num_tokens > 1 and self._first_at is not None:
             per_token = (self._last_at - self._first_at) / (self._num_tokens - 1)

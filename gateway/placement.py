@@ -107,7 +107,8 @@ class Placement:
         return ways
 
     def _prefers_local(self, flight: Flight, decode: Worker) -> bool:
-        return self._rules.prefers_local(len(flight.known_tokens), self._num_held(flight, decode))
+        num_held = 0 if flight.owes_scores else self._num_held(flight, decode)  # it can't use what is held
+        return self._rules.prefers_local(len(flight.known_tokens), num_held)
 
     def _route_in(self, mode: Mode, flight: Flight) -> Route:
         """Raises UnavailableError."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeGuard
 
+from gateway.echo import Echo, echo_of
 from gateway.errors import ContextLengthError, InvalidFieldError, excerpt
 from gateway.schemas import MESSAGE_RULES, ChatMessage, TextPart
 from gateway.text_pool import TextPool
@@ -25,15 +26,35 @@ class PromptEncoder:
         self._pool = pool
 
     async def encode(
-        self, prompts: Sequence[Prompt], *, add_special_tokens: bool, max_model_len: int | None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        add_special_tokens: bool,
+        max_model_len: int | None,
+        num_kept: int | None = None,
     ) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each prompt, never empty, in order. Raises InvalidFieldError, ContextLengthError."""
+        """Token ids of each prompt, never empty, in order; the last `num_kept` of them, None: all. Raises
+        InvalidFieldError, ContextLengthError."""
         for prompt in prompts:
-            self._check(prompt, max_model_len)
+            self._check(prompt, None if num_kept is not None else max_model_len)
         encoded = await self._pool.run(lambda: [self._encode(prompt, add_special_tokens) for prompt in prompts])
+        if num_kept is not None:
+            encoded = [ids[-num_kept:] for ids in encoded]
         for ids in encoded:
             check_prompt_length(len(ids), max_model_len)
         return tuple(encoded)
+
+    async def echoes(
+        self, prompts: Sequence[Prompt], encoded: Sequence[tuple[int, ...]], *, truncated: bool, with_offsets: bool
+    ) -> tuple[Echo, ...]:
+        """Each prompt as it stands in its answer; `truncated`: only `encoded` of it is used."""
+
+        def make() -> tuple[Echo, ...]:
+            given = [prompt if isinstance(prompt, str) and not truncated else None for prompt in prompts]
+            pairs = zip(encoded, given, strict=True)
+            return tuple(echo_of(self._tokenizer, *pair, with_offsets=with_offsets) for pair in pairs)
+
+        return await self._pool.run(make)
 
     async def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
@@ -92,6 +113,18 @@ def check_prompt_length(num_tokens: int, max_model_len: int | None) -> None:
     """There must be room for one token of output at least. None: not known, not checked."""
     if max_model_len is not None and num_tokens >= max_model_len:
         raise _too_long(str(num_tokens), max_model_len)
+
+
+def truncation(asked: int | None, max_tokens: int | None, max_model_len: int) -> int | None:
+    """How many of a prompt's last tokens are used, None: all. Raises InvalidFieldError."""
+    if asked is None:
+        return None
+    if asked == 0 or asked > max_model_len:
+        raise InvalidFieldError(
+            f"truncate_prompt_tokens: must be -1 or in [1, {max_model_len}], not {asked}",
+            param="truncate_prompt_tokens",
+        )
+    return asked if asked > 0 else max(1, max_model_len - max(1, max_tokens or 1))
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], num_ids: int) -> None:

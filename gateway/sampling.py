@@ -28,12 +28,14 @@ def sampling_for(
     ContextLengthError, InvalidFieldError.
     """
     max_tokens = _max_tokens(request.asked_max_tokens, num_prompt, max_model_len, default_max_tokens)
+    # Where nothing is to be generated, the token that comes with the prompt's computation is not shown.
+    num_generated = max(1, max_tokens)
     if request.min_tokens > max_tokens:
         raise InvalidFieldError(
             f"min_tokens: {request.min_tokens} is more than max_tokens, which is {max_tokens}", param="min_tokens"
         )
     return SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=num_generated,
         seed=seed,
         temperature=request.temperature,
         top_k=max(0, request.top_k),
@@ -46,6 +48,8 @@ def sampling_for(
         min_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
         stop_token_ids=tuple(request.stop_token_ids),
+        num_logprobs=request.num_logprobs,
+        num_prompt_logprobs=request.num_scores,
     )
 
 

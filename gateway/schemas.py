@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from gateway.validation import FieldRules
-from kvtransfer.messages import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOKEN_ID
+from kvtransfer.messages import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, MAX_TOKEN_ID
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 512
@@ -21,6 +21,7 @@ Stops = Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOPS)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
 NumChoices = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)]
 MaxTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
+NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 TemplateValue = str | int | float | bool
 Bias = dict[TokenId, Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]]
 
@@ -39,7 +40,8 @@ class StreamOptions(Fields, frozen=True, kw_only=True):
 class GenerationRequest(Fields, frozen=True, kw_only=True):
     """What completions and chats have in common. `n`: choices of each prompt. `top_k`: 0 or -1 is off. `cache_salt`: KV
     is shared only among requests with the same one. `priority`: the smaller, the sooner, where workers schedule by it.
-    """
+    `prompt_logprobs`: alternatives beside each prompt token's log probability. `truncate_prompt_tokens`: only so many
+    of the prompt's last tokens are used, -1: as many as leave room for the output."""
 
     model: str | None = None
     n: NumChoices = 1
@@ -61,6 +63,9 @@ class GenerationRequest(Fields, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
+    prompt_logprobs: NumLogprobs | None = None
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)] | None = None
+    return_tokens_as_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -72,13 +77,37 @@ class GenerationRequest(Fields, frozen=True, kw_only=True):
     def asked_max_tokens(self) -> int | None:
         return self.max_tokens
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to each output token, None: nobody asks how likely it was."""
+        raise NotImplementedError
+
+    @property
+    def num_scores(self) -> int | None:
+        """The same of the prompt's tokens, as workers are asked for them."""
+        return self.prompt_logprobs
+
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
-    """`prompt`: text, token ids, or a list of either. `best_of`: `n`, which is what it is without."""
+    """`prompt`: text, token ids, or a list of either. `best_of`: `n`, which is what it is without. With `echo` the
+    answer begins with the prompt, and `max_tokens` may be 0: then that is all. `logprobs` may be false, which asks for
+    nothing."""
 
     prompt: str | list[TokenId | str | list[TokenId]]
     best_of: NumChoices | None = None
     add_special_tokens: bool = True
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)] | None = None
+    echo: bool = False
+    logprobs: NumLogprobs | bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return None if isinstance(self.logprobs, bool) else self.logprobs
+
+    @property
+    def num_scores(self) -> int | None:
+        asked = [self.prompt_logprobs, self.num_logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -89,6 +118,12 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, TemplateValue] = {}
+    logprobs: bool = False
+    top_logprobs: NumLogprobs | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def asked_max_tokens(self) -> int | None:
@@ -130,9 +165,7 @@ class DetokenizeRequest(Fields, frozen=True, kw_only=True):
 _UNSUPPORTED_ANYWHERE: Final[dict[str, tuple[Any, ...]]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "prompt_logprobs": (),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "response_format": ({"type": "text"},),
@@ -141,7 +174,6 @@ _UNSUPPORTED_ANYWHERE: Final[dict[str, tuple[Any, ...]]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
     "logits_processors": ([],),
     "kv_transfer_params": (),
@@ -152,8 +184,6 @@ COMPLETION_RULES: Final = FieldRules(
     tolerated=frozenset({"user"}),
     unsupported={
         **_UNSUPPORTED_ANYWHERE,
-        "echo": (False,),
-        "logprobs": (False,),
         "suffix": ("",),
     },
 )
@@ -161,8 +191,6 @@ CHAT_RULES: Final = FieldRules(
     tolerated=frozenset({"user", "store", "metadata", "safety_identifier", "prompt_cache_key"}),
     unsupported={
         **_UNSUPPORTED_ANYWHERE,
-        "logprobs": (False,),
-        "top_logprobs": (0,),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "parallel_tool_calls": (True, False),

@@ -11,16 +11,20 @@ from gateway.asgi import Receive, Scope, read_json_body
 from gateway.backend import Backend, Traits, UnavailableError
 from gateway.choice_text import TextRules
 from gateway.choices import Choice
+from gateway.echo import Echo
 from gateway.errors import InvalidFieldError, ModelNotFoundError, excerpt
 from gateway.generation import Call, Generation
 from gateway.limits import HttpSettings
+from gateway.logprob_answers import LogprobStyle
 from gateway.metrics import Metrics
 from gateway.modes import Mode
 from gateway.prompts import PromptEncoder
 from gateway.sampling import check_sampling_ids, draw_seed, sampling_for
 from gateway.schemas import GenerationRequest, StreamOptions
+from gateway.token_texts import TokenTexts
 from gateway.tokenizer import Tokenizer
 from gateway.validation import FieldRules, convert, known_fields, parse_object
+from kvtransfer.messages import MAX_PROMPT_LOGPROBS
 
 _Request = TypeVar("_Request")
 
@@ -35,6 +39,7 @@ class Service:
     metrics: Metrics
     prompts: PromptEncoder
     generation: Generation
+    token_texts: TokenTexts
     created: int
 
     def check_model(self, model: str | None) -> str:
@@ -59,6 +64,27 @@ class Service:
         if request.stream_options is not None and not request.stream:
             raise InvalidFieldError("stream_options: only with stream true", param="stream_options")
 
+    def check_num_scores(self, request: GenerationRequest, prompts: Sequence[tuple[int, ...]]) -> None:
+        """Raises InvalidFieldError if the log probabilities of all prompts together are too many for one answer, or are
+        those of several choices, of which none has a prompt of its own."""
+        if request.num_scores is None:
+            return
+        field = "echo" if request.prompt_logprobs is None else "prompt_logprobs"
+        if request.n > 1:
+            raise InvalidFieldError(f"{field}: log probabilities of a prompt are told with n 1 alone", param=field)
+        num_tokens = sum(map(len, prompts))
+        if num_tokens * (1 + request.num_scores) > MAX_PROMPT_LOGPROBS:
+            raise InvalidFieldError(
+                f"{field}: {num_tokens} prompt tokens with {request.num_scores} alternatives each are more than the "
+                f"{MAX_PROMPT_LOGPROBS} log probabilities that one call may ask for",
+                param=field,
+            )
+
+    def logprob_style(self, request: GenerationRequest) -> LogprobStyle:
+        return LogprobStyle(
+            self.token_texts, request.num_logprobs, request.prompt_logprobs, request.return_tokens_as_token_ids
+        )
+
     def make_call(
         self,
         request: GenerationRequest,
@@ -69,13 +95,14 @@ class Service:
         default_max_tokens: int,
         started_at: float,
         mode: Mode | None,
+        echoes: Sequence[Echo | None] = (None,),
     ) -> Call:
         """The call for these prompts, which share one seed: `n` choices of each in turn. Raises ContextLengthError,
         InvalidFieldError."""
         seed = draw_seed(self.settings.default_seed) if request.seed is None else request.seed
         traits = Traits(request.cache_salt or "", request.priority, mode)
         choices: list[Choice] = []
-        for prompt in prompts:
+        for prompt, echo in zip(prompts, echoes, strict=True):
             sampling = sampling_for(
                 request,
                 num_prompt=len(prompt),
@@ -85,7 +112,7 @@ class Service:
             )
             for choice_index in range(request.n):
                 drawn = structs.replace(sampling, choice_index=choice_index)
-                choices.append(Choice(len(choices), prompt, drawn, traits))
+                choices.append(Choice(len(choices), prompt, drawn, traits, echo))
         return Call(
             shape=shape,
             model=self.check_model(request.model),
@@ -108,4 +135,5 @@ def _text_rules(request: GenerationRequest) -> TextRules:
         include_stop=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
         min_tokens=request.min_tokens,
+        only_prompt=request.asked_max_tokens == 0,
     )

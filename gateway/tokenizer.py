@@ -71,6 +71,11 @@ class Tokenizer:
         (text,) = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
+    def token(self, token_id: int) -> str | None:
+        """How the vocabulary writes a token; None for ids outside of it."""
+        written: str | None = self._backend.id_to_token(token_id)
+        return written
+
     @cached_property
     def template_variables(self) -> frozenset[str]:
         """Names that the chat template reads and a client may set. Raises InvalidFieldError if there is no template."""

@@ -45,6 +45,7 @@ from kvtransfer.messages import (
     Welcome,
     WorkerToGateway,
 )
+from kvtransfer.parcels import parcels
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +232,8 @@ class GatewayLinks:
 
     def _on_outgoing(self, item: _Outgoing | _Leave) -> None:
         if isinstance(item, _Outgoing):
-            self._send(self._links[item.gateway], item.outputs)
+            for part in parcels(item.outputs):
+                self._send(self._links[item.gateway], part)
             return
         self._leaving = True
         for endpoint in self.gateways:

@@ -93,5 +93,7 @@ def first_token_of(transfer: OutgoingTransfer, token_id: int) -> KvFirstToken:
         token_id=token_id,
         sent_bytes=transfer.sent_bytes,
         num_resends=transfer.num_resends,
+        logprob=transfer.first_logprob,
         sibling_tokens=dict(transfer.sibling_tokens),
+        sibling_logprobs=dict(transfer.sibling_logprobs),
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtransfer.errors import ProtocolError
-from kvtransfer.messages import RequestKey
+from kvtransfer.messages import RequestKey, TokenLogprob
 from kvtransfer.stream import IncomingStream
 
 PeerId = tuple[str, str]
@@ -48,7 +48,8 @@ class KvOffered:
 @dataclass(frozen=True)
 class ReceptionEnded:
     """The receiver will not touch the request's blocks again. `first_token_id` is set if the outcome is ARRIVED, and
-    then `sibling_tokens` are the first tokens of the other choices, by request id."""
+    `first_logprob` if prefill has said it; then `sibling_tokens` and `sibling_logprobs` are those of the other choices,
+    by request id."""
 
     key: RequestKey
     outcome: ReceptionOutcome
@@ -56,6 +57,8 @@ class ReceptionEnded:
     first_frame_at: float | None = None  # monotonic seconds
     reason: str = ""
     sibling_tokens: Mapping[str, int] = field(default_factory=dict)
+    first_logprob: TokenLogprob | None = None
+    sibling_logprobs: Mapping[str, TokenLogprob] = field(default_factory=dict)
 
 
 @dataclass
@@ -113,6 +116,17 @@ class IncomingTransfer:
     def sibling_tokens(self) -> Mapping[str, int]:
         """The first tokens of the other choices, once they have arrived, by request id."""
         return next(iter(self.streams.values())).sibling_tokens
+
+    @property
+    def first_logprob(self) -> TokenLogprob | None:
+        """The first token's, from whichever stream has said it."""
+        said = (stream.first_logprob for stream in self.streams.values())
+        return next((logprob for logprob in said if logprob is not None), None)
+
+    @property
+    def sibling_logprobs(self) -> Mapping[str, TokenLogprob]:
+        """Those of the other choices, from whichever stream has said them."""
+        return next((stream.sibling_logprobs for stream in self.streams.values() if stream.sibling_logprobs), {})
 
 
 def overlap(some: HeadRange, others: HeadRange) -> bool:

@@ -76,7 +76,8 @@ class FrameIntake:
 
     def on_first_token(self, stream: IncomingStream, message: KvFirstToken) -> None:
         """Everything has been sent; whatever is not here was lost."""
-        stream.first_token_id, stream.sibling_tokens = message.token_id, message.sibling_tokens
+        stream.first_token_id, stream.first_logprob = message.token_id, message.logprob
+        stream.sibling_tokens, stream.sibling_logprobs = message.sibling_tokens, message.sibling_logprobs
         stream.settle(message.sent_bytes)
         self._ask_again(stream, stream.missing_layers(message.num_resends))
         if stream.uncredited_bytes:

@@ -43,6 +43,12 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 128
 """Choices of one prompt that a request may ask for; so a group has one member less beside its leader."""
+MAX_LOGPROBS = 20
+"""Alternatives to one token."""
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Log probabilities of one prompt, alternatives included: they fill less than a third of a control frame."""
+MIN_LOGPROB = -9999.0
+"""In place of -inf, which JSON has no word for: of a token that can't come."""
 MAX_TEXT_CHARS = 2048
 MAX_WIRE_DTYPES = 8
 MAX_DRAIN_S = 3600.0
@@ -62,6 +68,8 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 Attempt = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+Logprob = Annotated[float, msgspec.Meta(ge=MIN_LOGPROB, le=0.0)]
+NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 RequestKey = tuple[str, int]
 """(request_id, attempt): names one hand-over."""
 TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
@@ -210,6 +218,8 @@ class SamplingParams(Part, frozen=True):
 
     `seed` is always set (the gateway draws one at admission if the client gave none). `stop_token_ids` count
     beside the EOS ids of the model, which `ignore_eos` switches off. `logit_bias`: token id to an addend of its logit.
+    `num_logprobs`: how many alternatives are told beside each output token's log probability, None: nothing is told;
+    `num_prompt_logprobs`: the same of the prompt's tokens, by whoever computes the prompt.
     """
 
     max_tokens: Positive
@@ -229,6 +239,8 @@ class SamplingParams(Part, frozen=True):
     ignore_eos: bool = False
     stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
     choice_index: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
+    num_logprobs: NumLogprobs | None = None
+    num_prompt_logprobs: NumLogprobs | None = None
 
 
 class RequestSpec(Part, frozen=True):
@@ -271,12 +283,35 @@ class RequestEnd(Part, frozen=True):
     message: Text = ""
 
 
+class TokenLogprob(Part, frozen=True, array_like=True):
+    """How likely a token was to the model, and what the most likely ones were.
+
+    Natural logarithms of softmax(logits) in float32, before bias, penalties, masks and temperature; what is below
+    MIN_LOGPROB is told as that. `rank`: 1 is the most likely token; of equals the lower id comes first. `top`: token
+    ids with their log probabilities, the most likely first, the token itself perhaps among them.
+    """
+
+    logprob: Logprob
+    rank: Positive
+    top: Annotated[tuple[tuple[TokenId, Logprob], ...], msgspec.Meta(max_length=MAX_LOGPROBS)] = ()
+
+
+class PromptLogprobs(Part, frozen=True):
+    """Of the prompt's tokens [start, start + len(tokens)), what was likely there. The first token has none."""
+
+    start: Positive
+    tokens: Annotated[tuple[TokenLogprob, ...], msgspec.Meta(max_length=MAX_PROMPT_LOGPROBS)]
+
+
 class RequestOutput(Part, frozen=True):
     """New tokens of one request: output tokens [start, start + len(token_ids)), and its end if this is the last.
 
     `num_cached`: of a prefill worker's tokens, how many it found in its prefix cache. `events` holds the worker's
     lifetime readings, sent with the first token and with the end. Decode sends them once
     more, with no token, as soon as it has reserved room: until then it may still turn the request away.
+
+    `logprobs`: one for each of `token_ids` if the request asks for them, else none. `prompt_logprobs` come in order and
+    without gaps, each once, and the last of them no later than the first token of the same worker.
     """
 
     request_id: Name
@@ -286,6 +321,8 @@ class RequestOutput(Part, frozen=True):
     end: RequestEnd | None = None
     events: dict[LifetimeEvent, Seconds] = {}
     num_cached: Count = 0
+    logprobs: Annotated[tuple[TokenLogprob, ...], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 # --- worker -> gateway -----------------------------------------------------------------------------
@@ -324,7 +361,7 @@ class Heartbeat(Message, frozen=True):
 
 
 class StepOutput(Message, frozen=True):
-    """All that one engine step has for one gateway."""
+    """All that one engine step has for one gateway, or a part of it if that is very much."""
 
     generation: Name
     sequence: Positive
@@ -510,16 +547,18 @@ class KvHeader(Message, frozen=True):
 
 
 class KvFirstToken(Message, frozen=True):
-    """Behind the last KV frame: the token that prefill sampled. Said again after each resend, and when the grant is
-    repeated. `num_resends` as in KvOffer. `sibling_tokens`: of the other choices that take the same KV, by their
-    request ids."""
+    """Behind the last KV frame: the token that prefill sampled, with its log probability if the request asks for it.
+    Said again after each resend, and when the grant is repeated. `num_resends` as in KvOffer. `sibling_tokens`,
+    `sibling_logprobs`: of the other choices that take the same KV, by their request ids."""
 
     request_id: Name
     attempt: Attempt
     token_id: TokenId
     sent_bytes: Count = 0
     num_resends: Count = 0
+    logprob: TokenLogprob | None = None
     sibling_tokens: Annotated[dict[Name, TokenId], msgspec.Meta(max_length=MAX_CHOICES - 1)] = {}
+    sibling_logprobs: Annotated[dict[Name, TokenLogprob], msgspec.Meta(max_length=MAX_CHOICES - 1)] = {}
 
 
 class KvAbort(Message, frozen=True):

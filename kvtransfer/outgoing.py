@@ -17,7 +17,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvtransfer.errors import ProtocolError
-from kvtransfer.messages import RequestKey
+from kvtransfer.messages import RequestKey, TokenLogprob
 
 
 class TransferOutcome(Enum):
@@ -66,8 +66,9 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class OutgoingTransfer:
-    """One transfer's books. `first_token_id` is set once prefill has sampled; it goes out behind the last piece, with
-    those of the other choices (`sibling_tokens`, by request id)."""
+    """One transfer's books. `first_token_id` is set once prefill has sampled, and `first_logprob` if somebody asked for
+    it; they go out behind the last piece, with those of the other choices (`sibling_tokens`, `sibling_logprobs`, by
+    request id)."""
 
     key: RequestKey
     num_tokens: int
@@ -83,7 +84,9 @@ class OutgoingTransfer:
     credited_bytes: int = 0
     num_resends: int = 0  # number of the last KvResend that was heard
     first_token_id: int | None = None
+    first_logprob: TokenLogprob | None = None
     sibling_tokens: Mapping[str, int] = field(default_factory=dict)
+    sibling_logprobs: Mapping[str, TokenLogprob] = field(default_factory=dict)
     first_token_sent: bool = False
     heard_at: float | None = None  # when the receiver last spoke of it; None while prefill still computes
     ready_at: float | None = None  # seconds, monotonic, as those around

@@ -5,7 +5,8 @@ A prefill worker hangs up a link that it has not used for a lease, so one that w
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 
 from kvtransfer.complaints import Complaints
 from kvtransfer.errors import LossError, MessageError, ProtocolError
@@ -280,7 +281,7 @@ class ReceiveMachine:
         self._sink.finish(transfer.key)
         for link in transfer.streams:
             self._send(link, KvDone(*transfer.key))
-        self._end(transfer.key, ReceptionOutcome.ARRIVED, "", token_id, transfer.sibling_tokens)
+        self._end(transfer.key, ReceptionOutcome.ARRIVED, first_token_id=token_id, arrived=transfer)
 
     def _fail(self, transfer: IncomingTransfer, link: bytes | None, reason: str) -> None:
         """Ends a transfer; its links are told, except the one that brought the reason."""
@@ -298,12 +299,22 @@ class ReceiveMachine:
         key: RequestKey,
         outcome: ReceptionOutcome,
         reason: str = "",
+        *,
         first_token_id: int | None = None,
-        sibling_tokens: Mapping[str, int] | None = None,
+        arrived: IncomingTransfer | None = None,
     ) -> None:
         first_frame_at = self._first_frame_at.pop(key, None)
-        if self._book.close(key, outcome) is not None:
-            self._report(ReceptionEnded(key, outcome, first_token_id, first_frame_at, reason, sibling_tokens or {}))
+        if self._book.close(key, outcome) is None:
+            return
+        ended = ReceptionEnded(key, outcome, first_token_id, first_frame_at, reason)
+        if arrived is not None:
+            ended = replace(
+                ended,
+                sibling_tokens=arrived.sibling_tokens,
+                first_logprob=arrived.first_logprob,
+                sibling_logprobs=arrived.sibling_logprobs,
+            )
+        self._report(ended)
 
     def _drop_peer(self, link: bytes, reason: str, now: float) -> None:
         """A breach of protocol costs the sender its link, and the transfers on it; nobody else anything.

@@ -141,10 +141,11 @@ class SendMachine:
                 for key, stop in stops:
                     if transfer := self._book.find(key):
                         self._mark_ready(transfer, layer, stop, now)
-            case FirstToken(key, token_id, sibling_tokens):
-                if transfer := self._book.find(key):
-                    transfer.first_token_id, transfer.heard_at = token_id, now
-                    transfer.sibling_tokens = sibling_tokens
+            case FirstToken() as first:
+                if transfer := self._book.find(first.key):
+                    transfer.first_token_id, transfer.first_logprob = first.token_id, first.logprob
+                    transfer.heard_at = now
+                    transfer.sibling_tokens, transfer.sibling_logprobs = first.sibling_tokens, first.sibling_logprobs
             case Abort(key, reason, tell_peer):
                 self._give_up(key, TransferOutcome.ABORTED, reason, tell_peer=tell_peer)
 

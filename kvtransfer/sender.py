@@ -22,7 +22,7 @@ from kvtransfer.emulated_link import EmulatedLink, LinkSpec
 from kvtransfer.frames import PLAIN, FrameOptions
 from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import DecodeTarget, KvHello, KvTraffic, RequestKey
+from kvtransfer.messages import DecodeTarget, KvHello, KvTraffic, RequestKey, TokenLogprob
 from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand, SenderTiming
 from kvtransfer.send_machine import MAX_PROBE_S, KvSource, SendMachine
 
@@ -76,9 +76,16 @@ class KvSender:
         """KV of tokens [0, stop) of `layer` is in the pool, for each (key, stop)."""
         self._commands.put(Ready(layer, tuple(stops)))
 
-    def first_token(self, key: RequestKey, token_id: int, sibling_tokens: Mapping[str, int] | None = None) -> None:
+    def first_token(
+        self,
+        key: RequestKey,
+        token_id: int,
+        logprob: TokenLogprob | None = None,
+        sibling_tokens: Mapping[str, int] | None = None,
+        sibling_logprobs: Mapping[str, TokenLogprob] | None = None,
+    ) -> None:
         """The prompt is computed and its first token sampled; and that of each other choice, by request id."""
-        self._commands.put(FirstToken(key, token_id, sibling_tokens or {}))
+        self._commands.put(FirstToken(key, token_id, logprob, sibling_tokens or {}, sibling_logprobs or {}))
 
     def abort(self, key: RequestKey, reason: str, *, tell_peer: bool) -> None:
         """Gives a transfer up; answered by TransferEnded unless it has ended already."""

@@ -30,10 +30,18 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
-from engine.request import Outgoing, Request, RequestState, ScheduledRow, with_followers
+from engine.request import Drawn, Outgoing, Request, RequestState, ScheduledRow, with_followers
 from engine.request_book import QueueRules, RequestBook
 from engine.stopping import finish_reason
-from kvtransfer.messages import DecodeTarget, EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput
+from kvtransfer.messages import (
+    DecodeTarget,
+    EndReason,
+    LifetimeEvent,
+    RequestEnd,
+    RequestKey,
+    RequestOutput,
+    TokenLogprob,
+)
 from kvtransfer.outgoing import TransferEnded, TransferOutcome, TransferTimes
 
 OLDEST_SHARE = 4
@@ -75,7 +83,9 @@ class SendFirstToken:
 
     key: RequestKey
     token_id: int
+    logprob: TokenLogprob | None = None
     sibling_tokens: Mapping[str, int] = field(default_factory=dict)
+    sibling_logprobs: Mapping[str, TokenLogprob] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -145,17 +155,6 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
             row.request.record(LifetimeEvent.SCHEDULED, now)
         return rows
 
-    def complete(self, rows: Sequence[ScheduledRow], sampled: Sequence[int | None], now: float) -> None:
-        """Books a step: tokens computed, and first tokens sampled."""
-        tokens = {row.request.key: token for row, token in zip(rows, sampled, strict=True) if token is not None}
-        for row in rows:
-            assert isinstance(row.request, PrefillJob), row.request
-            if row.count == 0:
-                continue  # a follower's: it has its token with its leader
-            self._computed(row.request, row.stop)
-            if row.samples:
-                self._first_tokens(row.request, tokens, now)
-
     def _admit(self) -> None:
         while self._waiting:
             request = self._waiting[0]
@@ -171,21 +170,24 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
                 request.lent = True
                 self._commands.append(OpenTransfer(request))
 
-    def _first_tokens(self, request: PrefillJob, tokens: Mapping[RequestKey, int], now: float) -> None:
-        """Each choice says its own; what any of them needs of it, decode hears behind the KV."""
+    def _sampled(self, request: PrefillJob, drawn: Mapping[RequestKey, Drawn], now: float) -> None:
+        """The first new tokens, and the only ones here. Each choice says its own; what any of them needs of it, decode
+        hears behind the KV."""
         followers = [self._requests[follower.key] for follower in request.followers]
         for member in (request, *followers):
             if not member.is_over:
-                self._first_token(member, tokens[member.key], now)
+                self._first_token(member, drawn[member.key], now)
         if request.state is not RequestState.RUNNING:
             return  # it has ended, and all others with it
         self._running.remove(request)
         request.move(RequestState.HANDING_OVER)
-        siblings = {follower.spec.request_id: tokens[follower.key] for follower in followers}
-        self._commands.append(SendFirstToken(request.key, tokens[request.key], siblings))
+        siblings = {follower.spec.request_id: drawn[follower.key] for follower in followers}
+        tokens = {name: token.token_id for name, token in siblings.items()}
+        logprobs = {name: token.logprob for name, token in siblings.items() if token.logprob is not None}
+        self._commands.append(SendFirstToken(request.key, *drawn[request.key], tokens, logprobs))
 
-    def _first_token(self, request: PrefillJob, token_id: int, now: float) -> None:
-        request.output_token_ids.append(token_id)
+    def _first_token(self, request: PrefillJob, drawn: Drawn, now: float) -> None:
+        request.append(drawn)
         request.record(LifetimeEvent.FIRST_TOKEN, now)
         reason = finish_reason(request, self._eos_token_ids, self._limits.max_model_len)
         if reason is None and request.target is None:
@@ -210,6 +212,7 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
             end=end,
             num_cached=request.num_cached,
             events=request.readings(),
+            logprobs=tuple(request.logprobs),
         )
         self._outputs.append(Outgoing(request.gateway, output))
 

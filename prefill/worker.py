@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from engine.assembly import Engine
 from engine.buffers import as_bytes
-from engine.request import ScheduledRow
+from engine.request import ScheduledRow, StepResult
 from engine.role import EngineRole
 from engine.wire_fp8 import quantise
 from kvtransfer.faults import Witness, unwatched
@@ -97,7 +97,7 @@ class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
     def _kv_traffic(self) -> KvTraffic:
         return self._sender.traffic
 
-    def _compute(self, rows: Sequence[ScheduledRow]) -> list[int | None]:
+    def _compute(self, rows: Sequence[ScheduledRow]) -> StepResult:
         return self._engine.runner.step(rows, on_layer=self._announcer(rows))
 
     def _announcer(self, rows: Sequence[ScheduledRow]) -> Callable[[int], None]:
@@ -117,7 +117,7 @@ class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
             case OpenTransfer(job):
                 assert job.target is not None, job.key
                 self._sender.open(job.key, job.target, job.num_prefill)
-            case SendFirstToken(key, token_id, sibling_tokens):
-                self._sender.first_token(key, token_id, sibling_tokens)
+            case SendFirstToken(key, token_id, logprob, sibling_tokens, sibling_logprobs):
+                self._sender.first_token(key, token_id, logprob, sibling_tokens, sibling_logprobs)
             case AbortTransfer(key, reason, tell_peer):
                 self._sender.abort(key, reason, tell_peer=tell_peer)

@@ -49,7 +49,7 @@ class Colocated:
 
     def _step(self, running: Sequence[Request]) -> None:
         rows = self._schedule(running)
-        for row, token_id in zip(rows, self._engine.runner.step(rows), strict=True):
+        for row, token_id in zip(rows, self._engine.runner.step(rows).token_ids, strict=True):
             row.request.num_computed = row.stop
             if token_id is not None:
                 self._append(row.request, token_id)

@@ -61,6 +61,7 @@ PURE_FILES = (
     "kvtransfer/frames.py",
     "kvtransfer/intake.py",
     "kvtransfer/outgoing.py",
+    "kvtransfer/parcels.py",
     "kvtransfer/peers.py",
     "kvtransfer/receive_commands.py",
     "kvtransfer/receive_machine.py",

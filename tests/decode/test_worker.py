@@ -10,6 +10,7 @@ from decode.worker import DecodeRole, PoolSink
 from engine.block_pool import BlockPool
 from engine.buffers import as_bytes
 from engine.kv_cache import KvCache
+from engine.request import StepResult
 from engine.request_book import QueueRules
 from kernels.reference import ReferenceKernels
 from kvtransfer.faults import unwatched
@@ -48,7 +49,7 @@ class FakeRunner:
     """Computes nothing and samples 60 for every row."""
 
     def step(self, rows):
-        return [60] * len(rows)
+        return StepResult([60] * len(rows))
 
 
 def engine_with(block_size=4, dtype="float32", num_blocks=8):

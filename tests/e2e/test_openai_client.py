@@ -53,6 +53,30 @@ def test_the_model_list_and_an_unknown_model(client):
         client.completions.create(model="nobody", prompt="x")
 
 
+def test_log_probabilities_are_the_clients_own_types(client):
+    fields = {"model": MODEL_NAME, "messages": QUESTION, "temperature": 0, "max_tokens": 8}
+    whole = client.chat.completions.create(**fields, logprobs=True, top_logprobs=2)
+    content = whole.choices[0].logprobs.content
+    assert len(content) == whole.usage.completion_tokens
+    assert "".join(entry.token for entry in content).startswith(whole.choices[0].message.content)
+    assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in content), "greedy: the likeliest one"
+    assert bytes(byte for entry in content for byte in entry.bytes).decode().startswith("The")
+    with client.chat.completions.create(**fields, logprobs=True, top_logprobs=2, stream=True) as chunks:
+        pieces = [choice.logprobs.content for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    assert [entry for piece in pieces for entry in piece] == content
+
+
+def test_a_completion_s_log_probabilities_and_echo(client):
+    fields = {"model": MODEL_NAME, "prompt": "The capital of France is", "echo": True, "logprobs": 1}
+    (choice,) = client.completions.create(**fields, max_tokens=0).choices
+    assert choice.text == fields["prompt"] == "".join(choice.logprobs.tokens)
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
+    (choice,) = client.completions.create(**fields, max_tokens=1, temperature=0).choices
+    assert choice.text == "".join(choice.logprobs.tokens)
+    assert max(choice.logprobs.top_logprobs[-1].values()) == choice.logprobs.token_logprobs[-1]
+
+
 def test_errors_are_the_clients_own_types(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=MODEL_NAME, prompt="x", max_tokens=0)

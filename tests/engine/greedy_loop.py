@@ -63,7 +63,7 @@ class GreedyLoop:
 
     def _step(self) -> None:
         rows = [ScheduledRow(r, r.num_computed, min(self.chunk, r.num_uncomputed)) for r in self.running]
-        for row, token_id in zip(rows, self.runner.step(rows), strict=True):
+        for row, token_id in zip(rows, self.runner.step(rows).token_ids, strict=True):
             row.request.num_computed = row.stop
             assert (token_id is not None) == row.samples
             if token_id is not None:

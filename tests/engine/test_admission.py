@@ -6,7 +6,7 @@ import pytest
 
 from engine.admission import check_group, check_spec
 from engine.errors import RejectedError
-from kvtransfer.messages import RequestSpec, SamplingParams, Sibling
+from kvtransfer.messages import MAX_PROMPT_LOGPROBS, RequestSpec, SamplingParams, Sibling
 
 
 def spec_with(num_prompt=4, resumed=(), **sampling):
@@ -26,6 +26,15 @@ def test_what_just_fits_is_taken():
     check(spec_with(num_prompt=17, resumed=(1, 2, 3)), pool_tokens=20, holds_output=False)
     check(spec_with(num_prompt=26, resumed=(1, 2, 3, 4, 5)), pool_tokens=31)
     check(spec_with(num_prompt=4, logit_bias={99: 1.0}, stop_token_ids=(0, 99), min_tokens=6))
+
+
+def test_log_probabilities_of_a_prompt_are_bounded():
+    roomy = {"max_model_len": MAX_PROMPT_LOGPROBS, "pool_tokens": MAX_PROMPT_LOGPROBS, "vocab_size": 1 << 20}
+    most = MAX_PROMPT_LOGPROBS // 21
+    check(spec_with(num_prompt=most, num_prompt_logprobs=20), **roomy)
+    with pytest.raises(RejectedError, match=f"{most + 1} prompt tokens, each with 20 .* {MAX_PROMPT_LOGPROBS}"):
+        check(spec_with(num_prompt=most + 1, num_prompt_logprobs=20), **roomy)
+    check(spec_with(num_prompt=most + 1, num_prompt_logprobs=19, num_logprobs=20), **roomy)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_fields_have_the_apis_names_and_defaults():
 
 
 BAD = [
-    ("max_tokens", 0),
+    ("max_tokens", -1),
     ("max_tokens", 1.5),
     ("temperature", -0.1),
     ("temperature", 2.1),

@@ -74,8 +74,8 @@ def test_blocks_of_ended_requests_are_reused_without_a_trace(tiny_loaded, refere
 def test_only_rows_that_reach_the_last_token_sample(tiny_loaded):
     runner = make_runner(tiny_loaded("llama2"), num_blocks=8, block_size=8)
     first, second = make_request("a", range(5, 15), [0, 1]), make_request("b", range(5, 25), [2, 3, 4])
-    assert runner.step([ScheduledRow(second, 0, 8), ScheduledRow(first, 0, 4)]) == [None, None]
-    sampled = runner.step([ScheduledRow(second, 8, 1), ScheduledRow(first, 4, 6)])
+    assert runner.step([ScheduledRow(second, 0, 8), ScheduledRow(first, 0, 4)]).token_ids == [None, None]
+    sampled = runner.step([ScheduledRow(second, 8, 1), ScheduledRow(first, 4, 6)]).token_ids
     assert sampled[0] is None
     assert isinstance(sampled[1], int)
 
@@ -85,8 +85,8 @@ def test_order_of_results_is_the_order_of_rows(tiny_loaded, reference):
     long, single, *_ = make_prompts(PROMPT_LENGTHS)
     expected_long, expected_single, *_ = (tokens[0] for tokens in reference("llama2", PROMPT_LENGTHS))
     rows = [ScheduledRow(make_request("a", long, range(5)), 0, 70), ScheduledRow(make_request("b", single, [5]), 0, 1)]
-    assert runner.step(rows) == [expected_long, expected_single]
-    assert runner.step(rows[::-1]) == [expected_single, expected_long]
+    assert runner.step(rows).token_ids == [expected_long, expected_single]
+    assert runner.step(rows[::-1]).token_ids == [expected_single, expected_long]
 
 
 def test_step_does_not_change_requests(tiny_loaded):
@@ -119,12 +119,14 @@ def test_kv_spliced_from_another_block_size_continues_the_request(tiny_loaded, r
     prefill = make_runner(tiny_loaded("llama3"), num_blocks=10, block_size=16)
     decode = make_runner(tiny_loaded("llama3"), num_blocks=20, block_size=5)
     source, target = make_request("a", prompt, [9, 1, 3, 0, 2]), make_request("a", prompt, range(19, 2, -1))
-    target.output_token_ids = [token for token in prefill.step([ScheduledRow(source, 0, 70)]) if token is not None]
+    target.output_token_ids = [
+        token for token in prefill.step([ScheduledRow(source, 0, 70)]).token_ids if token is not None
+    ]
     for layer in range(3):
         key, value = prefill.kv_cache.gather(layer, source.block_ids, 0, 70)
         decode.kv_cache.splice(layer, target.block_ids, 0, 70, key, value)
     while len(target.output_token_ids) < NUM_NEW:
-        (token_id,) = decode.step([ScheduledRow(target, target.num_tokens - 1, 1)])
+        (token_id,) = decode.step([ScheduledRow(target, target.num_tokens - 1, 1)]).token_ids
         target.output_token_ids.append(token_id)
     assert target.output_token_ids == expected
 

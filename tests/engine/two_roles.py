@@ -137,8 +137,7 @@ class TwoRoles:
             decode.complete(rows, self._decode.runner.step(rows), 0.0)
             pool.check_integrity(decode.held_blocks())
         assert len(decode) == 0
-        load = decode.load()
-        return Together([job.output_token_ids for job in jobs], load.num_preemptions, load.prefix_hits)
+        return Together([job.output_token_ids for job in jobs], decode.load())
 
     def _arrive(self, decode: DecodeScheduler, job: DecodeJob) -> None:
         """Computes the job's prompt on the prefill engine, alone, and hands it over with the first tokens of all that

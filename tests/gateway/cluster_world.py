@@ -286,10 +286,12 @@ class World:
         """The request that a worker was given last."""
         return self.control.to(worker_id, kind)[-1].request
 
-    async def say(self, worker_id, spec, start, tokens=(), end=None, message="", generation="g1", events=None) -> None:
+    async def say(
+        self, worker_id, spec, start, tokens=(), end=None, message="", generation="g1", events=None, **told
+    ) -> None:
         """A worker's StepOutput with one output."""
         ending = None if end is None else RequestEnd(end, message)
-        output = RequestOutput(spec.request_id, spec.attempt, start, tuple(tokens), ending, events or {})
+        output = RequestOutput(spec.request_id, spec.attempt, start, tuple(tokens), ending, events or {}, **told)
         await self.hear(worker_id, step(output, generation=generation))
 
     async def pass_time(self, seconds: float, alive: dict[str, str] | None = None) -> None:

@@ -67,6 +67,14 @@ def test_one_token_has_no_time_per_output_token():
     assert values_of(metrics)["kvsplice:e2e_request_latency_seconds_count"] == 1
 
 
+def test_a_prompt_without_any_output_is_counted():
+    world = make_world()
+    world.complete(prompt=[5, 6, 7], echo=True, max_tokens=0)
+    values = values_of(world.metrics)
+    assert (values["kvsplice:prompt_tokens_total"], values["kvsplice:generation_tokens_total"]) == (3, 0)
+    assert values["kvsplice:time_to_first_token_seconds_count"] == 0
+
+
 def test_requests_are_counted_by_their_end():
     world = make_world()
     world.complete(prompt=["a", "b"])

@@ -1,6 +1,7 @@
 """One valid message of each kind, with every field away from its default, and identities that fit each other."""
 
 from kvtransfer.messages import (
+    MIN_LOGPROB,
     PROTOCOL_VERSION,
     Cancel,
     DecodeRequest,
@@ -29,6 +30,7 @@ from kvtransfer.messages import (
     Load,
     PrefillRequest,
     PrefillSource,
+    PromptLogprobs,
     Refused,
     Reintroduce,
     RequestEnd,
@@ -41,6 +43,7 @@ from kvtransfer.messages import (
     StepOutput,
     SwapLoad,
     SwitchRole,
+    TokenLogprob,
     Welcome,
 )
 
@@ -63,10 +66,21 @@ SAMPLING = SamplingParams(
     ignore_eos=True,
     stop_token_ids=(4, 2),
     choice_index=1,
+    num_logprobs=0,
+    num_prompt_logprobs=20,
 )
 SPEC = RequestSpec("r:1.a-b_c", 3, (0, (1 << 31) - 1), SAMPLING, (7, (1 << 31) - 1))
+LOGPROB = TokenLogprob(-0.5, 2, ((7, -0.25), (9, -0.5)))
 OUTPUT = RequestOutput(
-    "r", 0, 4, (9, 8), RequestEnd(EndReason.STOP, "done"), {LifetimeEvent.RECEIVED: 0.0, LifetimeEvent.ENDED: 2.5}
+    "r",
+    0,
+    4,
+    (9, 8),
+    RequestEnd(EndReason.STOP, "done"),
+    {LifetimeEvent.RECEIVED: 0.0, LifetimeEvent.ENDED: 2.5},
+    3,
+    (LOGPROB, TokenLogprob(MIN_LOGPROB, 100)),
+    PromptLogprobs(1, (LOGPROB, LOGPROB)),
 )
 
 FROM_WORKER = (
@@ -115,7 +129,7 @@ FROM_PREFILL = (
     KvHello(PROTOCOL_VERSION, "prefill-0", "g1", FINGERPRINT, LAYOUT, 1, 2),
     KvOffer("r", 0, 12, 256, 3),
     KvHeader("r", 0, 1, 2, 3, 0, 2, "float32", 192, 2, (1 << 32) - 1, 2),
-    KvFirstToken("r", 0, 99, 512, 3, {"s": 98, "t": 0}),
+    KvFirstToken("r", 0, 99, 512, 3, LOGPROB, {"s": 98, "t": 0}, {"s": LOGPROB}),
     KvAbort("r", 0, "gone"),
 )
 FROM_DECODE = (

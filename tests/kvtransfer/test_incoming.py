@@ -12,6 +12,7 @@ from kvtransfer.incoming import (
     ReceptionOutcome,
 )
 from kvtransfer.messages import KvHeader
+from tests.kvtransfer.samples import LOGPROB
 
 KEY, PEER, STRANGER = ("r", 0), ("prefill-0", "g1"), ("prefill-9", "g1")
 
@@ -66,6 +67,15 @@ def test_part_of_the_heads_is_not_all_of_them():
     incoming.add_stream(b"a", (0, 2), 100.0)
     with pytest.raises(AssertionError, match="before it was offered"):
         incoming.grant(0)
+
+
+def test_the_first_token_s_log_probability_is_whoever_s_has_said_it():
+    incoming = transfer(offered=False)
+    for number, heads in enumerate([(0, 2), (2, 4)]):
+        incoming.add_stream(b"%d" % number, heads, 100.0)
+    assert incoming.first_logprob is None
+    incoming.streams[b"1"].first_logprob = LOGPROB
+    assert incoming.first_logprob == LOGPROB
 
 
 def test_links_that_disagree_about_the_first_token_are_in_breach():

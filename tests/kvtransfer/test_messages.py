@@ -44,7 +44,7 @@ HAVE_DEFAULTS = {
     ("KvHello", "head_stop"),
     ("KvWelcome", "wire_dtypes"),
     *((kind, name) for kind in ("KvOffer", "KvFirstToken") for name in ("sent_bytes", "num_resends")),
-    ("KvFirstToken", "sibling_tokens"),
+    *(("KvFirstToken", name) for name in ("logprob", "sibling_tokens", "sibling_logprobs")),
     *(("KvHeader", name) for name in ("sent_bytes", "resend", "checksum", "num_layers")),
 }
 HEARTBEAT = FROM_WORKER[2]
@@ -146,6 +146,11 @@ def test_plain_names_are_taken(name):
         ("stop_token_ids", [1 << 31]),
         ("ignore_eos", 1),
         ("choice_index", -1),
+        ("num_logprobs", -1),
+        ("num_logprobs", 21),
+        ("num_logprobs", True),
+        ("num_prompt_logprobs", 21),
+        ("num_prompt_logprobs", 1.0),
     ],
 )
 def test_sampling_fields_out_of_range_are_refused(field, value):
@@ -168,6 +173,35 @@ def test_siblings_out_of_range_are_refused(siblings):
 def test_sibling_tokens_out_of_range_are_refused(tokens):
     with pytest.raises(MessageError):
         decode_from_prefill(pack(tree(FROM_PREFILL[3]) | {"sibling_tokens": tokens}))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [],
+        [-0.5],
+        [math.nan, 1, []],
+        [-math.inf, 1, []],
+        [0.5, 1, []],
+        [-10_000.0, 1, []],
+        [-0.5, 0, []],
+        [-0.5, 1, [[7]]],
+        [-0.5, 1, [[7, -0.5, 1]]],
+        [-0.5, 1, [[-1, -0.5]]],
+        [-0.5, 1, [[7, math.nan]]],
+        [-0.5, 1, [[7, -0.5]] * 21],
+        [-0.5, 1, [], 1],
+        {"logprob": -0.5, "rank": 1, "top": []},
+    ],
+)
+def test_log_probabilities_out_of_range_are_refused(told):
+    spoilt = tree(FROM_WORKER[3])
+    for place, key in ((spoilt["outputs"][0], "logprobs"), (spoilt["outputs"][0]["prompt_logprobs"], "tokens")):
+        before, place[key] = place[key], [told]
+        with pytest.raises(MessageError):
+            decode_from_worker(pack(spoilt))
+        place[key] = before
+    decode_from_worker(pack(spoilt))
 
 
 @pytest.mark.parametrize("prompt", [[], [-1], [1 << 31], [None], "abc", [0] * (MAX_PROMPT_TOKENS + 1)])

@@ -17,7 +17,7 @@ from kvtransfer.stream import MAX_RESENDS_IN_VAIN
 from tests.kvtransfer.fake_pools import TOKEN_BYTES, DecodeSide, PrefillSide
 from tests.kvtransfer.machine_world import KEEPALIVE, LEASE, PEER, MachineWorld, Sender, no_fault
 from tests.kvtransfer.raw_peers import KEY, running, token_frame
-from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
+from tests.kvtransfer.samples import FINGERPRINT, LAYOUT, LOGPROB
 
 NUM_TOKENS = 24
 WINDOW = 8 * TOKEN_BYTES
@@ -211,6 +211,16 @@ def test_a_lost_first_token_is_said_again():
     world = transfer(first(1, KvFirstToken))
     world.check_arrived(KEY)
     assert world.machine.counts.num_resends == 0
+
+
+def test_the_first_token_s_log_probability_is_said_again_with_it():
+    world = MachineWorld(Sender(fault=first(1, KvFirstToken)))
+    world.expect(KEY, NUM_TOKENS)
+    world.senders[0].send_all(KEY, NUM_TOKENS)
+    world.senders[0].machine.apply(FirstToken(KEY, 7, LOGPROB), 0.0)
+    world.run()
+    world.check_arrived(KEY)
+    assert world.ends[0].first_logprob == LOGPROB
 
 
 def test_lost_resends_are_said_again():

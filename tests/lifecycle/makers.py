@@ -2,6 +2,7 @@
 
 from decode.scheduler import DecodeJob, DecodeLimits, DecodeScheduler
 from engine.block_pool import BlockPool
+from engine.request import StepResult
 from engine.request_book import QueueRules
 from engine.swap_space import SwapSpace
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
@@ -57,7 +58,7 @@ class Prefill:
         by request id."""
         rows = self.scheduler.schedule(now)
         drawn = [(tokens or {}).get(row.request.spec.request_id, token_id) if row.samples else None for row in rows]
-        self.scheduler.complete(rows, drawn, now)
+        self.scheduler.complete(rows, StepResult(drawn), now)
         self.check()
         return {row.request.spec.request_id: (row.start, row.stop) for row in rows}
 
@@ -124,7 +125,7 @@ class Decode:
         rows = self.scheduler.schedule(now)
         self.copies = self.scheduler.take_copies()
         drawn = [(tokens or {}).get(row.request.spec.request_id, token_id) if row.samples else None for row in rows]
-        self.scheduler.complete(rows, drawn, now)
+        self.scheduler.complete(rows, StepResult(drawn), now)
         self.check()
         return [row.request.spec.request_id for row in rows]
 

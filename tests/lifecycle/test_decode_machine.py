@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from decode.scheduler import CloseReception, ExpectOffer, GrantKv
-from engine.request import RequestState
+from engine.request import RequestState, StepResult
 from kvtransfer.incoming import ReceptionOutcome
 from kvtransfer.messages import EndReason
 from tests.lifecycle.ledger import Ledger
@@ -115,7 +115,7 @@ class DecodeMachine(RuleBasedStateMachine):
         self._check_progress(rows)
         sampling = {row.request.key[0] for row in rows if row.samples and not row.request.is_over}
         sampled = [token if row.samples else None for row, token in zip(rows, tokens, strict=False)]
-        scheduler.complete(rows, sampled, self.now)
+        scheduler.complete(rows, StepResult(sampled), self.now)
         said = {item.output.request_id for item in scheduler._outputs}
         assert said >= sampling, "a token without a word"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from decode.scheduler import CloseReception
-from engine.request import IllegalMoveError, RequestState
+from engine.request import IllegalMoveError, RequestState, StepResult
 from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
 from kvtransfer.messages import MAX_TEXT_CHARS, EndReason, LifetimeEvent
 from tests.lifecycle.makers import EOS, Decode, commands_of, outputs_of, words_of
@@ -29,7 +29,7 @@ def test_the_life_of_a_request():
     assert outputs_of(world) == []
     [row] = world.scheduler.schedule(13.0)
     assert (row.start, row.count, row.request.token_slice(row.start, row.stop)) == (5, 1, [40])
-    world.scheduler.complete([row], [41], 14.0)
+    world.scheduler.complete([row], StepResult([41]), 14.0)
     assert outputs_of(world) == [("r", 0, (40, 41), None)]
     assert world.step(now=15.0, token_id=42) == ["r"]
     [said] = words_of(world)
@@ -103,7 +103,7 @@ def test_a_resumed_request_goes_on_behind_what_it_has():
     world.arrive(token_id=23)
     [row] = world.scheduler.schedule(2.0)
     assert (row.start, row.count, row.request.token_slice(0, row.stop)) == (7, 1, [10, 11, 12, 13, 20, 21, 22, 23])
-    world.scheduler.complete([row], [24], 2.0)
+    world.scheduler.complete([row], StepResult([24]), 2.0)
     assert outputs_of(world) == [("r", 3, (23, 24), None)]
     world.step(token_id=25)
     assert outputs_of(world) == [("r", 5, (25,), EndReason.LENGTH)]
@@ -358,4 +358,4 @@ def test_a_row_without_a_token_is_our_own_bug():
     world.add()
     world.arrive()
     with pytest.raises(AssertionError, match="sampled None"):
-        world.scheduler.complete(world.scheduler.schedule(1.0), [None], 1.0)
+        world.scheduler.complete(world.scheduler.schedule(1.0), StepResult([None]), 1.0)

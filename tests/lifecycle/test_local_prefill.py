@@ -1,6 +1,6 @@
 """Prompts that decode computes itself: without a transfer, beside the running requests. Ends with 'all is empty'."""
 
-from engine.request import RequestState
+from engine.request import RequestState, StepResult
 from kvtransfer.messages import EndReason, LifetimeEvent
 from tests.lifecycle.makers import EOS, Decode, outputs_of
 
@@ -16,7 +16,7 @@ def test_the_life_of_a_local_request():
     for now in (6.0, 7.0, 8.0):
         [row] = world.scheduler.schedule(now)
         spans.append((row.start, row.stop))
-        world.scheduler.complete([row], [50 if row.samples else None], now)
+        world.scheduler.complete([row], StepResult([50 if row.samples else None]), now)
     assert spans == [(0, 4), (4, 8), (8, 10)]
     assert outputs_of(world) == [("r", 0, (50,), None)]
     world.step(now=9.0, token_id=51)
@@ -40,7 +40,7 @@ def test_running_requests_get_a_token_in_each_step_beside_a_long_prompt():
     for _ in range(4):
         rows = world.scheduler.schedule(1.0)
         assert [(row.request.key[0], row.count) for row in rows] == [("old", 1), ("long", 3)]
-        world.scheduler.complete(rows, [60 if row.samples else None for row in rows], 1.0)
+        world.scheduler.complete(rows, StepResult([60 if row.samples else None for row in rows]), 1.0)
     assert ("long", 0, (60,), EndReason.LENGTH) in outputs_of(world)
     world.scheduler.cancel(("old", 0), 2.0)
     world.check_all_is_empty()
@@ -59,7 +59,7 @@ def test_only_what_the_pool_has_lost_of_a_chat_is_computed():
     assert [item.output.num_cached for item in world.scheduler.take_outputs()] == [12]
     [row] = world.scheduler.schedule(1.0)
     assert (row.start, row.stop) == (12, 16)
-    world.scheduler.complete([row], [EOS], 1.0)
+    world.scheduler.complete([row], StepResult([EOS]), 1.0)
     world.check_all_is_empty()
 
 

@@ -7,7 +7,7 @@ import pytest
 from engine.admission import check_spec
 from engine.block_moves import Route
 from engine.errors import RejectedError
-from engine.request import RequestState
+from engine.request import RequestState, StepResult
 from kvtransfer.incoming import ReceptionOutcome
 from kvtransfer.outgoing import TransferOutcome
 from tests.kvtransfer.samples import spec
@@ -35,7 +35,7 @@ def test_prefill_keeps_what_the_sender_reads_while_others_want_room(is_cancelled
             for row in rows:
                 assert not set(held) & set(row.request.block_ids)
                 paper.write(row.request, row.start, row.stop)
-            world.scheduler.complete(rows, [50 if row.samples else None for row in rows], 2.0)
+            world.scheduler.complete(rows, StepResult([50 if row.samples else None for row in rows]), 2.0)
             world.check()
     assert world.pool.counts.num_evicted > 0, "the cache has had to make room"
     assert lent.block_ids == held
@@ -68,7 +68,7 @@ def test_decode_keeps_what_the_receiver_writes_while_others_grow(swap_blocks, is
         rows = world.scheduler.schedule(2.0)
         for move in world.scheduler.take_moves():
             moved.add(move.source if move.route is Route.OUT else move.target)
-        world.scheduler.complete(rows, [60 if row.samples else None for row in rows], 2.0)
+        world.scheduler.complete(rows, StepResult([60 if row.samples else None for row in rows]), 2.0)
         world.check()
         assert not set(held) & {block for job in (first, second) for block in job.block_ids}
     assert world.scheduler.load().num_preemptions > 0, "the pool was full"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.request import RequestState
+from engine.request import RequestState, StepResult
 from kvtransfer.messages import EndReason
 from tests.lifecycle.makers import Decode, outputs_of
 from tests.lifecycle.paper_pool import PaperPool
@@ -34,7 +34,7 @@ def run_to_the_end(world, paper=None, limit=300) -> int:
             for row in rows:
                 paper.write(row.request, row.start, row.stop)
         sampled = [100 + len(row.request.output_token_ids) if row.samples else None for row in rows]
-        world.scheduler.complete(rows, sampled, 2.0)
+        world.scheduler.complete(rows, StepResult(sampled), 2.0)
         world.check()
     raise AssertionError(f"still running after {limit} steps")
 
@@ -83,7 +83,7 @@ def test_what_was_preempted_is_computed_again_in_chunks_beside_the_others():
     rows = world.scheduler.schedule(3.0)
     assert [(row.request.key[0], row.count) for row in rows] == [("a", 1), ("c", 3)]
     assert c.num_tokens > 8, "what it had generated is computed again too"
-    world.scheduler.complete(rows, [60, None], 3.0)
+    world.scheduler.complete(rows, StepResult([60, None]), 3.0)
     assert run_to_the_end(world) < 40
     assert a.state is c.state is RequestState.ENDED
     world.check_all_is_empty()

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.request import RequestState
+from engine.request import RequestState, StepResult
 from kvtransfer.messages import EndReason
 from kvtransfer.outgoing import TransferOutcome
 from prefill.scheduler import OLDEST_SHARE, AbortTransfer, OpenTransfer, SendFirstToken
@@ -93,9 +93,8 @@ class PrefillMachine(RuleBasedStateMachine):
             self.paper.write(row.request, row.start, row.stop)
         if rows:
             self._check_the_oldest(rows)
-        scheduler.complete(
-            rows, [token if row.samples else None for row, token in zip(rows, tokens, strict=False)], self.now
-        )
+        sampled = [token if row.samples else None for row, token in zip(rows, tokens, strict=False)]
+        scheduler.complete(rows, StepResult(sampled), self.now)
         begun = self._begun()
         assert self.MAX_PARTIAL is None or len(begun) <= self.MAX_PARTIAL
 
@@ -160,7 +159,7 @@ class PrefillMachine(RuleBasedStateMachine):
                 assert job.key[0] not in self.open
                 self.paper.check(job, job.num_cached)
                 self.open.add(job.key[0])
-            case SendFirstToken(key, token_id, siblings):
+            case SendFirstToken(key, token_id, _, siblings):
                 assert key[0] in self.open
                 job = self.jobs[key[0]]
                 self.paper.check(job, job.num_prefill)

@@ -7,7 +7,7 @@ what priorities say, and it hears of it in time. In either order the first one g
 import pytest
 
 from decode.scheduler import GrantKv
-from engine.request import RequestState
+from engine.request import RequestState, StepResult
 from kvtransfer.messages import EndReason
 from tests.lifecycle.makers import Decode, Prefill, outputs_of
 
@@ -16,7 +16,7 @@ def step(world, now=2.0):
     """One step; tokens by request id."""
     rows = world.scheduler.schedule(now)
     world.scheduler.take_moves()
-    world.scheduler.complete(rows, [60 if row.samples else None for row in rows], now)
+    world.scheduler.complete(rows, StepResult([60 if row.samples else None for row in rows]), now)
     world.check()
     for command in world.scheduler.take_commands():
         if isinstance(command, GrantKv) and command.request.state is RequestState.RECEIVING:

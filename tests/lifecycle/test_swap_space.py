@@ -3,7 +3,7 @@
 import pytest
 
 from engine.block_moves import BlockMove, Route
-from engine.request import RequestState
+from engine.request import RequestState, StepResult
 from engine.swap_space import SwapSpace
 from tests.lifecycle.makers import Decode
 from tests.lifecycle.paper_pool import PaperPool
@@ -90,9 +90,8 @@ def step(world, paper):
     paper.carry_out(moves)
     for row in rows:
         paper.write(row.request, row.start, row.stop)
-    world.scheduler.complete(
-        rows, [100 + len(row.request.output_token_ids) if row.samples else None for row in rows], 2
-    )
+    sampled = [100 + len(row.request.output_token_ids) if row.samples else None for row in rows]
+    world.scheduler.complete(rows, StepResult(sampled), 2)
     world.check()
     return moves, {row.request.key[0]: row.count for row in rows}
 

@@ -9,7 +9,7 @@ from statistics import mean
 
 import pytest
 
-from engine.request import RequestState
+from engine.request import RequestState, StepResult
 from kvtransfer.messages import EndReason
 from tests.lifecycle.makers import Decode, Prefill
 
@@ -38,7 +38,7 @@ def serve(world, dice: random.Random, local: bool) -> tuple[list[float], int]:
                 world.arrive(job.key[0])
         rows = world.scheduler.schedule(2.0)
         sampled = [_token(row, stops) if row.samples else None for row in rows]
-        world.scheduler.complete(rows, sampled, 2.0)
+        world.scheduler.complete(rows, StepResult(sampled), 2.0)
         world.scheduler.take_moves()
         load = world.scheduler.load()
         if load.kv_usage > 0.5:

@@ -7,6 +7,7 @@ import torch
 
 from engine.block_pool import BlockPool
 from engine.kv_cache import KvCache
+from engine.request import StepResult
 from engine.request_book import QueueRules
 from kernels.reference import ReferenceKernels
 from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
@@ -47,7 +48,7 @@ class FakeRunner:
     def step(self, rows, on_layer=None):
         for layer in range(NUM_LAYERS):
             on_layer(layer)
-        return [50 if row.samples else None for row in rows]
+        return StepResult([50 if row.samples else None for row in rows])
 
 
 def engine_with(block_size=4, dtype="float32", num_blocks=8):
@@ -123,7 +124,8 @@ def test_a_request_from_offer_to_handing_over(role):
     assert calls_of(role) == [("open", KEY, TARGET, 10), ("ready", 0, [(KEY, 8)]), ("ready", 1, [(KEY, 8)])]
     assert role.step()
     assert ends_of(role) == [("gw", "r", None)]
-    assert calls_of(role) == [("ready", 0, [(KEY, 10)]), ("ready", 1, [(KEY, 10)]), ("first_token", KEY, 50, {})]
+    first = ("first_token", KEY, 50, None, {}, {})
+    assert calls_of(role) == [("ready", 0, [(KEY, 10)]), ("ready", 1, [(KEY, 10)]), first]
     assert not role.step()
     assert not role.is_empty()
     role.on_transfer(TransferEnded(KEY, TransferOutcome.DONE), 5.0)

@@ -9,10 +9,10 @@ from typing import Any
 
 from msgspec import structs
 
-from gateway.backend import BackendError, Traits
+from gateway.backend import BackendError, TokenDelta, Traits
 from gateway.gathering import Gathering
 from gateway.modes import Mode
-from kvtransfer.messages import EndReason, SamplingParams
+from kvtransfer.messages import EndReason, SamplingParams, TokenLogprob
 from tests.simulation.config import WorldConfig
 from tests.simulation.errors import require
 from tests.simulation.gateway_node import GatewayNode
@@ -67,6 +67,7 @@ class Client:
         self.state = State.WAITING
         self.error: BackendError | None = None
         self.tokens: list[int] = []
+        self._model = model
         self._expected, self._finish = model.answer(ask.prompt, ask.sampling) if ask.is_possible else ([], None)
         self._task = node.loop.create_task(self._run())
         self._task.add_done_callback(self._on_done)
@@ -106,6 +107,7 @@ class Client:
         )
         try:
             async for delta in stream:
+                self._check_likelihoods(delta)
                 self._take(delta.token_ids, delta.finish)
                 if self._has_enough and not self.is_over:
                     self._move(State.LEFT)
@@ -119,6 +121,18 @@ class Client:
     @property
     def _has_enough(self) -> bool:
         return self._stop_at is not None and len(self.tokens) >= self._stop_at
+
+    def _check_likelihoods(self, delta: TokenDelta) -> None:
+        """Each token's, and with the first one those of the prompt, if they were asked for, and no others."""
+        ask, tokens = self.ask, [*self.tokens, *delta.token_ids]
+        behind = [*ask.prompt, *tokens]
+        expected: list[TokenLogprob] = []
+        if ask.sampling.num_logprobs is not None:
+            expected = self._model.likelihoods(behind, len(behind) - len(delta.token_ids))
+        require(list(delta.logprobs) == expected, ask.name, "is told", delta.logprobs, "not", expected)
+        is_due = ask.sampling.num_prompt_logprobs is not None and not self.tokens
+        scores = tuple(self._model.likelihoods(ask.prompt, 1)) if is_due else None
+        require(delta.prompt_logprobs == scores, ask.name, "is told of its prompt", delta.prompt_logprobs)
 
     def _take(self, token_ids: tuple[int, ...], finish: EndReason | None) -> None:
         require(not self.is_over, self.ask.name, "got more after the end")
@@ -175,6 +189,8 @@ def _draw_ask(rng: random.Random, config: WorldConfig, name: str, at: float, pro
         seed=rng.choice((0, rng.randint(-9, 9))),
         ignore_eos=rng.random() < 0.3,
         min_tokens=rng.choice((0, 0, min(3, max_tokens))),
+        num_logprobs=0 if sum(prompt) % 2 else None,
+        num_prompt_logprobs=0 if prompt[-1] % 4 == 0 else None,
     )
     may_leave = not config.is_calm
     return Ask(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engine.block_moves import BlockMove, Route
 from engine.block_pool import BlockPool
-from engine.request import Request, ScheduledRow
+from engine.request import Request, RowLogprobs, ScheduledRow, StepResult
 from kvtransfer.messages import Fingerprint, KvLayout
 from tests.simulation.errors import require
 from tests.simulation.model import EOS, HALF, VOCAB_SIZE, HashModel
@@ -105,7 +105,7 @@ class HashRunner:
         self._kv_cache = kv_cache
         self._elsewhere = elsewhere
 
-    def step(self, rows: Sequence[ScheduledRow], on_layer: Callable[[int], None] | None = None) -> list[int | None]:
+    def step(self, rows: Sequence[ScheduledRow], on_layer: Callable[[int], None] | None = None) -> StepResult:
         require(rows, "a step of no rows")
         digests = [self._model.digests(row.request.token_slice(0, row.stop)) for row in rows]
         for layer in range(self._model.num_layers):
@@ -115,10 +115,18 @@ class HashRunner:
             if on_layer is not None:
                 on_layer(layer)
             self._elsewhere()
-        return [
+        sampled = [
             self._model.next_token(found[-1], row.request.sampling) if row.samples else None
             for row, found in zip(rows, digests, strict=True)
         ]
+        told = [self._told(*parts) for parts in zip(rows, digests, sampled, strict=True)]
+        return StepResult(sampled, {index: likely for index, likely in enumerate(told) if likely != RowLogprobs()})
+
+    def _told(self, row: ScheduledRow, digests: Sequence[bytes], token_id: int | None) -> RowLogprobs:
+        request, likelihood = row.request, self._model.likelihood
+        is_asked = token_id is not None and request.sampling.num_logprobs is not None
+        prompt = [likelihood(digests[place], request.prompt_token_ids[place + 1]) for place in row.scored]
+        return RowLogprobs(likelihood(digests[-1], token_id) if is_asked else None, tuple(prompt))
 
     def _layer(self, row: ScheduledRow, layer: int, digests: Sequence[bytes]) -> None:
         """Attention reads all that was before, and adds its own."""

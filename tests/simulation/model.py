@@ -11,7 +11,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
-from kvtransfer.messages import EndReason, SamplingParams
+from kvtransfer.messages import EndReason, SamplingParams, TokenLogprob
 
 EOS = 1
 FIRST_TEXT_TOKEN = 2
@@ -58,6 +58,17 @@ class HashModel:
         if number % EOS_ONE_IN == 0:
             return EOS
         return FIRST_TEXT_TOKEN + (number >> 8) % (VOCAB_SIZE - FIRST_TEXT_TOKEN)
+
+    def likelihood(self, digest: bytes, token_id: int) -> TokenLogprob:
+        """How likely `token_id` is behind the prefix that `digest` names."""
+        drawn = hashlib.blake2b(digest + struct.pack("<i", token_id), digest_size=8, person=b"likely").digest()
+        rank = 1 + int.from_bytes(drawn, "little") % VOCAB_SIZE
+        return TokenLogprob(-rank / VOCAB_SIZE, rank)
+
+    def likelihoods(self, token_ids: Sequence[int], start: int) -> list[TokenLogprob]:
+        """Of all tokens from `start` on, which is not the first."""
+        digests = self.digests(token_ids)
+        return [self.likelihood(digests[place - 1], token_ids[place]) for place in range(start, len(token_ids))]
 
     def answer(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[list[int], EndReason]:
         """What a client must get: written straight down, with none of the server's code."""

@@ -11,6 +11,13 @@ IN_ENGINE = (
         "pass",
     ),
     Mutation(
+        "scores-from-the-cache",
+        "a prompt whose logits are asked for takes KV from the cache",
+        "engine.request_book:RequestBook._cached_blocks",
+        " or request.scores_prompt",
+        "",
+    ),
+    Mutation(
         "free-while-lent",
         "blocks are freed while a transfer still reads or writes them",
         "engine.request_book:RequestBook._end",
@@ -193,9 +200,16 @@ IN_PREFILL = (
     Mutation(
         "no-first-token-to-decode",
         "decode never gets the first token",
-        "prefill.scheduler:PrefillScheduler._first_tokens",
-        "self._commands.append(SendFirstToken(request.key, tokens[request.key], siblings))",
+        "prefill.scheduler:PrefillScheduler._sampled",
+        "self._commands.append(SendFirstToken(request.key, *drawn[request.key], tokens, logprobs))",
         "pass",
+    ),
+    Mutation(
+        "first-without-likelihood",
+        "decode gets the first token without its log probability",
+        "prefill.scheduler:PrefillScheduler._sampled",
+        "*drawn[request.key], tokens",
+        "drawn[request.key].token_id, None, tokens",
     ),
     Mutation(
         "not-lent",
