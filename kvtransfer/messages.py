@@ -30,7 +30,7 @@ import msgspec
 
 from kvtransfer.errors import MessageError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_CONTROL_BYTES = 16 << 20
 """Upper bound of a control frame, bytes. A prompt of a million token ids takes about 5 MB."""
@@ -40,6 +40,10 @@ MAX_BODY_BYTES = 1 << 20
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_CHARS = 1 << 16
+MAX_BAD_SEQUENCES = 256
+MAX_BAD_SEQUENCE_TOKENS = 256
+MAX_ALLOWED_TOKEN_IDS = 1 << 18
 MAX_TEXT_CHARS = 2048
 MAX_WIRE_DTYPES = 8
 MAX_ERROR_CHARS = 256
@@ -60,6 +64,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 RequestKey = tuple[str, int]
 """(request_id, attempt): names one hand-over."""
 TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
+BadSequence = Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=MAX_BAD_SEQUENCE_TOKENS)]
 
 
 class Role(Enum):
@@ -188,11 +193,30 @@ class Load(Part, frozen=True):
 # --- a request -------------------------------------------------------------------------------------
 
 
+class GrammarKind(Enum):
+    """How a grammar is written; what each takes is told in `grammar/source.py`."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    LARK = "lark"
+
+
+class Grammar(Part, frozen=True):
+    """The form that an output must have. `vocabulary` names the tokens that the gateway means (`grammar/vocabulary.py`)."""
+
+    kind: GrammarKind
+    text: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+    vocabulary: Text
+
+
 class SamplingParams(Part, frozen=True):
     """How to draw tokens and when to stop. Defaults: plain sampling at temperature 1.
 
     `seed` is always set (the gateway draws one at admission if the client gave none). `stop_token_ids` count
     beside the EOS ids of the model, which `ignore_eos` switches off. `logit_bias`: token id to an addend of its logit.
+    `bad_words`: sequences of tokens that the output must not hold. `allowed_token_ids`: all others are never drawn;
+    none given: any may be.
     """
 
     max_tokens: Positive
@@ -212,6 +236,9 @@ class SamplingParams(Part, frozen=True):
     ignore_eos: bool = False
     stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
     choice_index: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
+    grammar: Grammar | None = None
+    bad_words: Annotated[tuple[BadSequence, ...], msgspec.Meta(max_length=MAX_BAD_SEQUENCES)] = ()
+    allowed_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_ALLOWED_TOKEN_IDS)] = ()
 
 
 class RequestSpec(Part, frozen=True):
