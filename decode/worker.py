@@ -18,6 +18,7 @@ import torch
 from decode.scheduler import CloseReception, DecodeJob, DecodeScheduler, ExpectOffer, GrantKv, ReceptionCommand
 from engine.assembly import Engine
 from engine.buffers import from_bytes
+from engine.grammar_door import GrammarDoor
 from engine.kv_cache import dtype_named
 from engine.request import ScheduledRow
 from engine.role import EngineRole
@@ -68,8 +69,9 @@ class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
         receiver: KvReceiver,
         clock: Callable[[], float] = time.monotonic,
         witness: Witness = unwatched,
+        door: GrammarDoor[DecodeJob] | None = None,
     ) -> None:
-        super().__init__(engine, scheduler, holds_output=True, clock=clock, witness=witness)
+        super().__init__(engine, scheduler, holds_output=True, clock=clock, witness=witness, door=door)
         self._scheduler = scheduler
         self._receiver = receiver
 
@@ -90,7 +92,7 @@ class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
             source = message.source
             peer = None if source is None else (source.worker_id, source.generation)
             job = DecodeJob(spec=message.request, gateway=gateway, peer=peer, witness=self._witness)
-            self._scheduler.add(job, now)
+            self._let_in(job, now)
 
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         match event:

@@ -11,6 +11,7 @@ import torch
 
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
+from engine.grammars import Grammars
 from engine.kv_cache import KvCache
 from engine.loading import (
     LoadedModel,
@@ -22,6 +23,7 @@ from engine.loading import (
 )
 from engine.runner import Runner
 from engine.sampler import Sampler
+from engine.token_masks import TokenMasks
 from kvtransfer.messages import PROTOCOL_VERSION, Fingerprint, Hello, KvLayout, Limits, Role
 
 
@@ -34,6 +36,8 @@ class Engine:
     pool: BlockPool
     runner: Runner
     max_model_len: int
+    grammars: Grammars
+    masks: TokenMasks
 
     @property
     def device(self) -> torch.device:
@@ -67,7 +71,9 @@ def assemble(
         kv_cache_dtype=config.kv_cache_dtype,
     )
     max_model_len = resolve_max_model_len(loaded.config, config.max_model_len)
-    sampler = Sampler(loaded.config.vocab_size, loaded.eos_token_ids, loaded.device, loaded.kernels.sampling)
+    grammars = Grammars(model_path, loaded.config.vocab_size, loaded.eos_token_ids)
+    masks = TokenMasks(loaded.config.vocab_size, grammars)
+    sampler = Sampler(loaded.config.vocab_size, loaded.eos_token_ids, loaded.device, loaded.kernels.sampling, masks)
     settings = PoolSettings(
         block_size=config.block_size,
         max_model_len=max_model_len,
@@ -80,8 +86,8 @@ def assemble(
     kv_cache = allocate_kv_cache(loaded, settings, sampler)
     pool = BlockPool(kv_cache.num_blocks, config.block_size)
     graphs = record_decode_steps(loaded, settings, kv_cache) if settings.record_decode else None
-    runner = Runner(loaded.model, loaded.kernels, kv_cache, sampler, graphs)
-    return Engine(loaded, kv_cache, pool, runner, max_model_len)
+    runner = Runner(loaded.model, loaded.kernels, kv_cache, sampler, graphs, prepare=masks.begin)
+    return Engine(loaded, kv_cache, pool, runner, max_model_len, grammars, masks)
 
 
 def introduce(config: EngineConfig, role: Role, engine: Engine, kv_endpoint: str | None) -> Hello:

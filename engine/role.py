@@ -10,17 +10,28 @@ import msgspec
 from engine.admission import check_spec
 from engine.assembly import Engine
 from engine.errors import RejectedError
+from engine.grammar_door import GrammarDoor
 from engine.request import ScheduledRow
 from engine.request_book import Command, Job, RequestBook
 from kvtransfer.faults import Witness, unwatched
-from kvtransfer.messages import Cancel, EndReason, KvTraffic, Load, RequestEnd, RequestOutput, RequestSpec
+from kvtransfer.messages import (
+    MAX_TEXT_CHARS,
+    Cancel,
+    EndReason,
+    KvTraffic,
+    LifetimeEvent,
+    Load,
+    RequestEnd,
+    RequestOutput,
+    RequestSpec,
+)
 
 
 class EngineRole(abc.ABC, Generic[Job, Command]):
     """Admission, steps, cancellation, outputs and load; what to compute and how KV moves is the subclass's.
 
     `holds_output`: whether the KV of output tokens stays in this worker's pool. `clock` gives seconds, monotonic.
-    `witness` is told of each event of each request.
+    `witness` is told of each event of each request. `door`: where grammars are compiled; without one they are refused.
     """
 
     def __init__(
@@ -31,22 +42,26 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
         holds_output: bool,
         clock: Callable[[], float] = time.monotonic,
         witness: Witness = unwatched,
+        door: GrammarDoor[Job] | None = None,
     ) -> None:
         self._engine = engine
         self._book = book
         self._holds_output = holds_output
         self._clock = clock
         self._witness = witness
+        self._door = door
         self._refusals: list[tuple[str, RequestOutput]] = []
 
     def is_empty(self) -> bool:
-        return len(self._book) == 0
+        return len(self._book) == 0 and self._num_at_door == 0
 
     def check_integrity(self) -> None:
         self._engine.pool.check_integrity(self._book.held_blocks())
 
     def load(self) -> Load:
-        return msgspec.structs.replace(self._book.load(), kv_traffic=self._kv_traffic())
+        load = self._book.load()
+        num_waiting = load.num_waiting + self._num_at_door
+        return msgspec.structs.replace(load, num_waiting=num_waiting, kv_traffic=self._kv_traffic())
 
     def cancel(self, gateway: str, message: Cancel, now: float) -> None:
         """The owner no longer wants the request; the word of another gateway doesn't count."""
@@ -54,9 +69,13 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
         request = self._book.find(key)
         if request is not None and request.gateway == gateway:
             self._book.cancel(key, now)
+        elif self._door is not None and (gone := self._door.leave(key, gateway)) is not None:
+            self._turn_away(gateway, gone.spec, EndReason.CANCELLED)
 
     def cancel_all_of(self, gateway: str, now: float) -> None:
         self._book.cancel_all_of(gateway, now)
+        for gone in self._door.leave_all_of(gateway) if self._door is not None else ():
+            self._turn_away(gateway, gone.spec, EndReason.CANCELLED)
 
     def reset_prefix_cache(self) -> None:
         self._engine.pool.forget_names()
@@ -70,14 +89,26 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
     def step(self) -> bool:
         """One engine step with all that follows from it; False if there was nothing to compute."""
         now = self._clock()
+        self._take_from_door(now)
         self._book.expire(now)
         rows = self._book.schedule(now)
         self._carry_out_all()  # what has been admitted is offered before its KV is computed, not a step later
         if not rows:
             return False
         sampled = self._compute(rows)
-        self._book.complete(rows, sampled, self._clock())
+        self._complete(rows, sampled, self._clock())
         return True
+
+    def _complete(self, rows: Sequence[ScheduledRow], sampled: Sequence[int | None], now: float) -> None:
+        """Books a step. A request that no token is left for ends with the reason, and its row counts for nothing."""
+        refused = self._door.masks.take_refused() if self._door is not None else {}
+        if not refused:
+            self._book.complete(rows, sampled, now)
+            return
+        kept = [index for index, row in enumerate(rows) if row.request not in refused]
+        self._book.complete([rows[index] for index in kept], [sampled[index] for index in kept], now)
+        for request, reason in refused.items():
+            self._book.reject(request.key, reason, now)
 
     def _carry_out_all(self) -> None:
         for command in self._book.take_commands():
@@ -95,6 +126,35 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
     def _carry_out(self, command: Command) -> None:
         """Passes a decision of the scheduler on to the thread that moves KV."""
 
+    @property
+    def _num_at_door(self) -> int:
+        return 0 if self._door is None else len(self._door)
+
+    def _let_in(self, request: Job, now: float) -> None:
+        """Queues a request that has been checked; one with a grammar, once that is compiled."""
+        if request.sampling.grammar is None:
+            self._book.add(request, now)
+        elif self._door is None:
+            self._turn_away(request.gateway, request.spec, EndReason.REJECTED, "this worker takes no grammars")
+        elif self._door.is_full:
+            reason = "too many requests of this worker wait for their grammars"
+            self._turn_away(request.gateway, request.spec, EndReason.OVERLOADED, reason)
+        elif self._book.find(request.key) is None:  # else a repeated message
+            request.record(LifetimeEvent.RECEIVED, now)
+            self._door.enter(request)
+
+    def _take_from_door(self, now: float) -> None:
+        for request, fault in self._door.take_ready() if self._door is not None else ():
+            if fault is None:
+                self._book.add(request, now)
+            else:
+                self._turn_away(request.gateway, request.spec, EndReason.REJECTED, str(fault))
+
+    def _turn_away(self, gateway: str, spec: RequestSpec, reason: EndReason, message: str = "") -> None:
+        """The one word that a request gets which never came into the book."""
+        end = RequestEnd(reason, message[:MAX_TEXT_CHARS])
+        self._refusals.append((gateway, RequestOutput(spec.request_id, spec.attempt, 0, end=end)))
+
     def _can_serve(self, gateway: str, spec: RequestSpec) -> bool:
         """Whether this worker can ever serve `spec`; if not, its gateway is told why."""
         try:
@@ -106,7 +166,6 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
                 holds_output=self._holds_output,
             )
         except RejectedError as error:
-            end = RequestEnd(EndReason.REJECTED, str(error))
-            self._refusals.append((gateway, RequestOutput(spec.request_id, spec.attempt, 0, end=end)))
+            self._turn_away(gateway, spec, EndReason.REJECTED, str(error))
             return False
         return True

@@ -25,13 +25,16 @@ class Runner:
         kv_cache: KvCache,
         sample: Sample,
         graphs: DecodeGraphs | None = None,
+        prepare: Callable[[Sequence[Request]], None] = lambda requests: None,
     ) -> None:
-        """`graphs`: recorded from the same model over the same pool; without them every step runs eagerly."""
+        """`graphs`: recorded from the same model over the same pool; without them every step runs eagerly. `prepare` is
+        told before the forward who will sample."""
         self.kv_cache = kv_cache
         self._model = model
         self._kernels = kernels
         self._sample = sample
         self._graphs = graphs
+        self._prepare = prepare
 
     def step(self, rows: Sequence[ScheduledRow], on_layer: OnLayer | None = None) -> list[int | None]:
         """Computes the K and V of all tokens of `rows` and returns, row by row, the next token id, or None where the
@@ -42,8 +45,10 @@ class Runner:
         assert rows, "a step needs at least one row"
         with torch.inference_mode():
             batch = build_batch(rows, self.kv_cache.block_size, self.kv_cache.device)
+            sampling = [rows[index].request for index in batch.sample_rows]
+            self._prepare(sampling)
             logits = self._forward(batch, on_layer)
-            sampled = self._sample(logits, [rows[index].request for index in batch.sample_rows]) if len(logits) else []
+            sampled = self._sample(logits, sampling) if len(logits) else []
         next_tokens: list[int | None] = [None] * len(rows)
         for index, token_id in zip(batch.sample_rows, sampled, strict=True):
             next_tokens[index] = token_id

@@ -26,6 +26,7 @@ from gateway.asgi import AsgiApp
 from gateway.backend import Backend, BackendError
 from gateway.chat import ChatEndpoint
 from gateway.completions import CompletionsEndpoint
+from gateway.constraints import ConstraintCheck
 from gateway.errors import (
     ApiError,
     InternalError,
@@ -54,12 +55,14 @@ Respond = Callable[[Service, Request], Awaitable[Response]]
 def create_app(backend: Backend, tokenizer: Tokenizer, settings: HttpSettings, metrics: Metrics) -> AsgiApp:
     """The whole HTTP face as one ASGI application, guards included."""
     pool = TextPool(TEXT_THREADS, settings.text_timeout_s)
+    constraints = ConstraintCheck(tokenizer, pool, settings.text_timeout_s)
     service = Service(
         backend=backend,
         tokenizer=tokenizer,
         settings=settings,
         metrics=metrics,
         prompts=PromptEncoder(tokenizer, pool),
+        constraints=constraints,
         generation=Generation(backend, tokenizer, settings, metrics),
         created=int(time.time()),
     )
@@ -68,6 +71,7 @@ def create_app(backend: Backend, tokenizer: Tokenizer, settings: HttpSettings, m
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         pool.close()
+        constraints.close()
 
     app = FastAPI(
         title="kvsplice",

@@ -34,6 +34,7 @@ class CompletionsEndpoint:
         service.check_generation(request)
         prompts = split_prompts(request.prompt, service.settings.max_prompts)
         max_model_len = service.max_model_len(mode)
+        constraints = await service.constraints.check(request)
         encoded = await service.prompts.encode(
             prompts, add_special_tokens=request.add_special_tokens, max_model_len=max_model_len
         )
@@ -41,6 +42,7 @@ class CompletionsEndpoint:
             request,
             CompletionShape(),
             encoded,
+            constraints=constraints,
             max_model_len=max_model_len,
             default_max_tokens=DEFAULT_MAX_TOKENS,
             started_at=started_at,

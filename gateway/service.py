@@ -9,6 +9,7 @@ from gateway.asgi import Receive, Scope, read_json_body
 from gateway.backend import Backend, Traits, UnavailableError
 from gateway.choice_text import TextRules
 from gateway.choices import Choice
+from gateway.constraints import ConstraintCheck, Constraints
 from gateway.errors import InvalidFieldError, ModelNotFoundError, excerpt
 from gateway.generation import Call, Generation
 from gateway.limits import HttpSettings
@@ -32,6 +33,7 @@ class Service:
     settings: HttpSettings
     metrics: Metrics
     prompts: PromptEncoder
+    constraints: ConstraintCheck
     generation: Generation
     created: int
 
@@ -63,6 +65,7 @@ class Service:
         shape: AnswerShape,
         prompts: Sequence[tuple[int, ...]],
         *,
+        constraints: Constraints,
         max_model_len: int,
         default_max_tokens: int,
         started_at: float,
@@ -80,6 +83,7 @@ class Service:
                     max_model_len=max_model_len,
                     default_max_tokens=default_max_tokens,
                     seed=seed,
+                    constraints=constraints,
                 ),
                 Traits(request.cache_salt or "", request.priority, mode),
             )

@@ -77,6 +77,16 @@ def convert(fields: Mapping[str, Any], request_type: type[_T]) -> _T:
         raise _invalid_field(str(error)) from None
 
 
+def convert_at(where: str, fields: Mapping[str, Any], kind: type[_T], rules: FieldRules) -> _T:
+    """`fields`, a part of a request, as a `kind`. Raises InvalidFieldError with the part's place in front."""
+    known = known_fields(fields, kind, rules, f"{where}.")
+    try:
+        return convert(known, kind)
+    except InvalidFieldError as error:
+        param = where if error.param is None else f"{where}.{error.param}"
+        raise InvalidFieldError(f"{where}: {error}", param=param) from None
+
+
 def _check_unsupported(name: str, value: Any, rules: FieldRules, where: str) -> None:
     shown = where + excerpt(name)
     if name not in rules.unsupported:

@@ -203,7 +203,8 @@ class GrammarKind(Enum):
 
 
 class Grammar(Part, frozen=True):
-    """The form that an output must have. `vocabulary` names the tokens that the gateway means (`grammar/vocabulary.py`)."""
+    """The form that an output must have. `vocabulary` names the tokens that the gateway means, see
+    `grammar/vocabulary.py`."""
 
     kind: GrammarKind
     text: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]

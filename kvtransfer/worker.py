@@ -35,7 +35,12 @@ class StopRequested:
     """SIGTERM or SIGINT."""
 
 
-WorkerEvent = ControlEvent | TransferEvent | StopRequested
+@dataclass(frozen=True)
+class Wake:
+    """Something that a step waits for is there."""
+
+
+WorkerEvent = ControlEvent | TransferEvent | StopRequested | Wake
 
 
 class WorkerRole(Protocol):
@@ -138,6 +143,8 @@ class Worker:
                 self.role.on_transfer(event, now)
             case AllGatewaysRefused():
                 self._refused = True
+            case Wake():
+                pass  # the step that follows sees to it
             case StopRequested():
                 self._stop_at = now + self.shutdown_timeout if self._stop_at is None else now
 

@@ -3,6 +3,7 @@
 launcher, experiments           sit on top
 gateway   prefill   decode      roles: never each other; the gateway never torch
              engine             what both workers share
+         grammar                what workers and gateway share
     kvtransfer    kernels       import none of ours
 """
 
@@ -14,13 +15,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("kernels", "kvtransfer", "engine", "prefill", "decode", "gateway", "launcher", "experiments")
+PACKAGES = ("kernels", "kvtransfer", "grammar", "engine", "prefill", "decode", "gateway", "launcher", "experiments")
 
 ALLOWED = {
     "kernels": (),
     "kvtransfer": (),
+    # Gateway and workers share it, so it knows nothing of either.
+    "grammar": ("kvtransfer.messages",),
     # Not the sockets and not the hand-over: an engine runs without a cluster.
     "engine": (
+        "grammar",
         "kernels",
         "kvtransfer.addresses",
         "kvtransfer.errors",
@@ -30,9 +34,9 @@ ALLOWED = {
     ),
     "prefill": ("engine", "kvtransfer"),
     "decode": ("engine", "kvtransfer"),
-    "gateway": ("kvtransfer",),
+    "gateway": ("grammar", "kvtransfer"),
     "launcher": ("gateway", "prefill", "decode", "engine", "kvtransfer"),
-    "experiments": ("launcher", "gateway", "prefill", "decode", "engine", "kvtransfer", "kernels"),
+    "experiments": ("launcher", "gateway", "prefill", "decode", "engine", "grammar", "kvtransfer", "kernels"),
 }
 ENTRY_POINTS_MAY = ("launcher.default_model",)
 """`python -m ROLE` takes a model's name, so the entry points (and only they) ask where it is."""
