@@ -72,7 +72,7 @@ def assemble(
     )
     max_model_len = resolve_max_model_len(loaded.config, config.max_model_len)
     grammars = Grammars(model_path, loaded.config.vocab_size, loaded.eos_token_ids)
-    masks = TokenMasks(loaded.config.vocab_size, grammars)
+    masks = TokenMasks(loaded.config.vocab_size, grammars, loaded.device)
     sampler = Sampler(loaded.config.vocab_size, loaded.eos_token_ids, loaded.device, loaded.kernels.sampling, masks)
     settings = PoolSettings(
         block_size=config.block_size,

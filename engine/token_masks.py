@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher
 
-from engine.bitmask import Words, forbid, mask_logits, num_words, words_of
+from engine.bitmask import Words, add_mask, addends_of, forbid, mask_logits, num_words, words_of
 from engine.errors import RejectedError
 from engine.grammars import Grammars
 from engine.request import Request
 from grammar.compiler import fault_of
 from kvtransfer.messages import SamplingParams
 
+_CPU: Final = torch.device("cpu")
 _ALL: Final = -1  # a word with all bits set
 
 
@@ -45,15 +46,16 @@ def is_constrained(sampling: SamplingParams) -> bool:
 class TokenMasks:
     """The masks of a worker's steps. One step at a time; `refused` holds whom no token was left for, and why."""
 
-    def __init__(self, vocab_size: int, grammars: Grammars, num_threads: int = 1) -> None:
-        """`num_threads`: that fill rows of grammars at once."""
+    def __init__(self, vocab_size: int, grammars: Grammars, device: torch.device = _CPU, num_threads: int = 1) -> None:
+        """`device`: where logits are. `num_threads`: that fill rows of grammars at once."""
         self.refused: dict[Request, str] = {}
         self._vocab_size = vocab_size
         self._grammars = grammars
+        self._is_on_cpu = device.type == "cpu"
         self._tracks: WeakKeyDictionary[Request, _Track] = WeakKeyDictionary()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._filler = LLExecutor(num_threads=num_threads)
-        self._job: tuple[list[Request], Future[Words]] | None = None
+        self._job: tuple[list[Request], Future[torch.Tensor]] | None = None
 
     def adopt(self, request: Request, matcher: LLMatcher) -> None:
         """`matcher` has followed the request's output so far; without this it is compiled when first needed."""
@@ -62,14 +64,14 @@ class TokenMasks:
     def begin(self, requests: Sequence[Request]) -> None:
         """Starts on the masks of those whose next token is drawn in this step."""
         constrained = [request for request in requests if is_constrained(request.sampling)]
-        self._job = (constrained, self._thread.submit(self.fill, constrained)) if constrained else None
+        self._job = (constrained, self._thread.submit(self._make, constrained)) if constrained else None
 
     def apply(self, logits: torch.Tensor, requests: Sequence[Request]) -> None:
         """Masks `logits` [R, V] in place; row i belongs to `requests[i]`."""
         rows = [row for row, request in enumerate(requests) if is_constrained(request.sampling)]
         if rows:
-            words = self._masks_of([requests[row] for row in rows])
-            mask_logits(logits, rows, torch.from_numpy(words))
+            mask = self._mask_of([requests[row] for row in rows])
+            (add_mask if self._is_on_cpu else mask_logits)(logits, rows, mask)
 
     def refuse(self, request: Request, reason: str) -> None:
         """No token can be drawn for the request any more; the first reason counts."""
@@ -94,12 +96,17 @@ class TokenMasks:
             self._narrow(words[row], request)
         return words
 
-    def _masks_of(self, requests: list[Request]) -> Words:
+    def _make(self, requests: Sequence[Request]) -> torch.Tensor:
+        """`fill` as the device wants it."""
+        words = self.fill(requests)
+        return addends_of(words, self._vocab_size) if self._is_on_cpu else torch.from_numpy(words)
+
+    def _mask_of(self, requests: list[Request]) -> torch.Tensor:
         """What `begin` has started on, if it was for these."""
         job, self._job = self._job, None
         if job is not None and job[0] == requests:
             return job[1].result()
-        return self._thread.submit(self.fill, requests).result()
+        return self._thread.submit(self._make, requests).result()
 
     def _track_of(self, sampling: SamplingParams, matcher: LLMatcher | None, num_followed: int) -> _Track:
         allowed = sampling.allowed_token_ids

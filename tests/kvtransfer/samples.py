@@ -9,6 +9,8 @@ from kvtransfer.messages import (
     Fingerprint,
     GatewayBeat,
     Goodbye,
+    Grammar,
+    GrammarKind,
     Heartbeat,
     Hello,
     KvAbort,
@@ -60,6 +62,9 @@ SAMPLING = SamplingParams(
     ignore_eos=True,
     stop_token_ids=(4, 2),
     choice_index=1,
+    grammar=Grammar(GrammarKind.CHOICE, '["yes", "no"]', "v0"),
+    bad_words=((3,), (1, 2)),
+    allowed_token_ids=(0, 8),
 )
 SPEC = RequestSpec("r:1.a-b_c", 3, (0, (1 << 31) - 1), SAMPLING, (7, (1 << 31) - 1))
 OUTPUT = RequestOutput(
