@@ -72,7 +72,7 @@ def assemble(
     )
     max_model_len = resolve_max_model_len(loaded.config, config.max_model_len)
     grammars = Grammars(model_path, loaded.config.vocab_size, loaded.eos_token_ids)
-    masks = TokenMasks(loaded.config.vocab_size, grammars, loaded.device)
+    masks = TokenMasks(loaded.config.vocab_size, grammars, loaded.device, _mask_threads(loaded.device))
     sampler = Sampler(loaded.config.vocab_size, loaded.eos_token_ids, loaded.device, loaded.kernels.sampling, masks)
     settings = PoolSettings(
         block_size=config.block_size,
@@ -88,6 +88,11 @@ def assemble(
     graphs = record_decode_steps(loaded, settings, kv_cache) if settings.record_decode else None
     runner = Runner(loaded.model, loaded.kernels, kv_cache, sampler, graphs, prepare=masks.begin)
     return Engine(loaded, kv_cache, pool, runner, max_model_len, grammars, masks)
+
+
+def _mask_threads(device: torch.device) -> int:
+    """On a CPU the cores are the model's."""
+    return 1 if device.type == "cpu" else max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 def introduce(config: EngineConfig, role: Role, engine: Engine, kv_endpoint: str | None) -> Hello:

@@ -90,6 +90,7 @@ class Sampler:
             self._warn(peaks, requests)
             logits = torch.nan_to_num(logits, nan=_NEVER, posinf=torch.finfo(logits.dtype).max, neginf=_NEVER)
             peaks, token_ids = self._kernels.greatest(logits)
+            self._refuse_stuck(peaks, requests)
         drawing = [row for row, request in enumerate(requests) if request.sampling.temperature > 0.0]
         for start in range(0, len(drawing), _ROWS_AT_ONCE):
             rows = drawing[start : start + _ROWS_AT_ONCE]
@@ -139,14 +140,18 @@ class Sampler:
         """[R, 1] float64 on the device."""
         return torch.tensor(values, dtype=torch.float64).to(self._device).unsqueeze(1)
 
-    def _warn(self, peaks: torch.Tensor, requests: Sequence[Request]) -> None:
-        """One line a request, however many of its rows are broken. Where its own rules have left no token, it can't go
-        on."""
+    def _refuse_stuck(self, peaks: torch.Tensor, requests: Sequence[Request]) -> None:
+        """Whoever has rules and no token left by them can't go on."""
         for peak, request in zip(peaks.tolist(), requests, strict=True):
             if self._masks is not None and peak == _NEVER and is_constrained(request.sampling):
                 self._masks.refuse(request, NOTHING_LEFT)
-                continue
+
+    def _warn(self, peaks: torch.Tensor, requests: Sequence[Request]) -> None:
+        """One line a request, however many of its rows are broken. That its own rules leave no token is no fault here."""
+        for peak, request in zip(peaks.tolist(), requests, strict=True):
             memory = self._memory(request)
+            if peak == _NEVER and is_constrained(request.sampling):
+                continue
             if not math.isfinite(peak) and not memory.warned:
                 memory.warned = True
                 logger.warning("request %s: logits are masked entirely, infinite or NaN (%s)", request.key, peak)

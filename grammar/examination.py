@@ -8,7 +8,7 @@ import msgspec
 
 from grammar.compiler import compile_grammar
 from grammar.errors import CostError, GrammarError
-from grammar.examiner import CPU_SECONDS, MEMORY_BYTES, Outfit, Verdict, read_frame, write_frame
+from grammar.examiner import CPU_SECONDS, MEMORY_BYTES, READY, Outfit, Verdict, read_frame, write_frame
 from grammar.source import lark_of
 from grammar.vocabulary import Vocabulary
 from kvtransfer.messages import Grammar, GrammarKind
@@ -21,6 +21,7 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     outfit = msgspec.msgpack.decode(read_frame(sys.stdin.buffer), type=Outfit)
     vocabulary = _vocabulary(outfit)
+    write_frame(sys.stdout.buffer, READY)
     while True:
         try:
             frame = read_frame(sys.stdin.buffer)

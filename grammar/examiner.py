@@ -4,7 +4,7 @@ A schema of forty characters can take the library minutes, gigabytes, or its sta
 grammar is compiled first where that harms nobody:
 
     this process --Outfit, Grammar, Grammar, ...--> stdin of the child: compiles each, with a limit on CPU time
-                 <--Verdict, Verdict, ...---------- stdout               and one on memory
+                 <--READY, Verdict, Verdict, ...--- stdout               and one on memory
 
 A child that passes a limit is killed by the kernel, and the grammar that it had is refused. It ends with its parent, by
 the end of its stdin, or at the latest at its limit. Frames are msgpack behind their length, 4 bytes, little endian.
@@ -28,6 +28,7 @@ CPU_SECONDS: Final = 2.0
 """For one grammar. Ordinary ones take milliseconds."""
 MEMORY_BYTES: Final = 2 << 30
 """Address space of the child, of which 0.5 GiB are its own."""
+READY: Final = b"ready"
 _ROOT: Final = Path(__file__).resolve().parent.parent
 
 
@@ -57,7 +58,7 @@ class Examiner:
         self._end: weakref.finalize[[subprocess.Popen[bytes]], Examiner] | None = None
 
     def examine(self, grammar: Grammar) -> Grammar:
-        """`grammar` as workers take it. Raises GrammarError."""
+        """`grammar` as workers take it. Raises GrammarError; RuntimeError if there can be no child."""
         try:
             verdict = self._ask(grammar)
         except (EOFError, BrokenPipeError) as error:
@@ -74,6 +75,8 @@ class Examiner:
         self._child = None
 
     def _ask(self, grammar: Grammar) -> Verdict:
+        if self._child is not None and self._child.poll() is not None:
+            self.close()  # lost while it was idle, which says nothing of this grammar
         child = self._child or self._start()
         assert child.stdin is not None
         assert child.stdout is not None
@@ -92,7 +95,13 @@ class Examiner:
         )
         self._child, self._end = child, weakref.finalize(self, _end_child, child)
         assert child.stdin is not None
-        write_frame(child.stdin, outfit)
+        assert child.stdout is not None
+        try:
+            write_frame(child.stdin, outfit)
+            assert read_frame(child.stdout) == READY
+        except (EOFError, BrokenPipeError) as error:
+            self.close()
+            raise RuntimeError("the process that examines grammars does not start") from error
         return child
 
 

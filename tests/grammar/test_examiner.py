@@ -1,6 +1,7 @@
 """A grammar that would take this process down takes its child down, and is refused; nobody else notices."""
 
 import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -59,6 +60,21 @@ def test_a_bomb_costs_its_child_and_the_next_one_is_served(examiner, name):
     assert time.process_time() - start < CPU_SECONDS / 4, "it was compiled here"
     assert not is_running(child)
     assert examiner.examine(regex("a")) == regex("a")
+
+
+def test_a_child_that_was_lost_while_idle_is_replaced(examiner):
+    examiner.examine(regex("a"))
+    child = examiner._child.pid
+    os.kill(child, signal.SIGKILL)
+    examiner._child.wait()
+    assert examiner.examine(regex("a")) == regex("a")
+    assert examiner._child.pid != child
+
+
+def test_a_child_that_does_not_start_is_not_the_grammars_fault(examiner, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="does not start"):
+        examiner.examine(regex("a"))
 
 
 def test_a_model_that_takes_no_grammars_says_so_each_time():
