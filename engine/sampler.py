@@ -147,7 +147,7 @@ class Sampler:
                 self._masks.refuse(request, NOTHING_LEFT)
 
     def _warn(self, peaks: torch.Tensor, requests: Sequence[Request]) -> None:
-        """One line a request, however many of its rows are broken. That its own rules leave no token is no fault here."""
+        """One line a request, however many of its rows are broken; none where its own rules leave no token."""
         for peak, request in zip(peaks.tolist(), requests, strict=True):
             memory = self._memory(request)
             if peak == _NEVER and is_constrained(request.sampling):
