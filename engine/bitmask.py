@@ -62,5 +62,5 @@ def mask_logits(logits: torch.Tensor, rows: Sequence[int], bitmask: torch.Tensor
     if len(rows) == len(logits):
         logits.masked_fill_(forbidden, float("-inf"))
         return
-    index = torch.tensor(rows, device=logits.device)
+    index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
     logits[index] = logits[index].masked_fill(forbidden, float("-inf"))

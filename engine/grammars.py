@@ -41,6 +41,7 @@ class Grammars:
         assert grammar is not None, request.key
         with self._lock:
             try:
+                self._check_vocabulary(grammar)
                 matcher = self._cache.get(grammar) or self._compile(grammar)
             except GrammarError as error:
                 raise RejectedError(f"{grammar.kind.value}: {error}") from error
@@ -58,9 +59,11 @@ class Grammars:
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary.of_folder(self._path, self._num_ids, self._eos_token_ids)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _check_vocabulary(self, grammar: Grammar) -> None:
         if grammar.vocabulary != self._vocabulary.digest:
             raise GrammarError("the gateway's tokenizer is not this model's; give both the same --model")
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
         self._examiner.examine(grammar)
         matcher = compile_grammar(self._vocabulary, grammar)
         self._cache.put(grammar, matcher)
