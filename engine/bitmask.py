@@ -40,7 +40,8 @@ def forbid(words: Words, token_id: int) -> None:
 
 def addends_of(words: Words, vocab_size: int) -> torch.Tensor:
     """Masks [R, W] as [R, V] float32 on the CPU: 0 where a token is allowed, -inf where not."""
-    return torch.from_numpy(_ADDENDS[words.view(np.uint8)].reshape(len(words), -1)[:, :vocab_size])
+    num_rows, width = words.shape
+    return torch.from_numpy(_ADDENDS[words.view(np.uint8)].reshape(num_rows, width * WORD_BITS)[:, :vocab_size])
 
 
 def add_mask(logits: torch.Tensor, rows: Sequence[int], addends: torch.Tensor) -> None:

@@ -101,12 +101,12 @@ def _is_same(value: Any, neutral: Any) -> bool:
 
 
 def _invalid_field(message: str) -> InvalidFieldError:
-    """msgspec's message with the field in front. It holds types, bounds and places, and of the client's only the
-    names of unknown fields."""
+    """msgspec's message with the field in front. It holds types, bounds and places, and of the client's only
+    names of unknown fields and of choices that there are not."""
     match = _AT_PATH.match(message)
     assert match is not None, f"the pattern takes any text, but not {message!r}"
     what = match["what"].replace("`", "")
-    if what.startswith("Object contains unknown field "):
+    if what.startswith(("Object contains unknown field ", "Invalid enum value ")):
         what = excerpt(what)
     if not match["path"]:
         missing = re.match(r"Object missing required field (\w+)", what)
