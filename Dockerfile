@@ -26,6 +26,7 @@ RUN pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -c constraints.
 COPY pyproject.toml README.md LICENSE ./
 COPY kernels kernels
 COPY kvtransfer kvtransfer
+COPY grammar grammar
 COPY engine engine
 COPY prefill prefill
 COPY decode decode
@@ -39,6 +40,7 @@ FROM base AS gateway
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY kernels kernels
 COPY kvtransfer kvtransfer
+COPY grammar grammar
 COPY engine engine
 COPY prefill prefill
 COPY decode decode

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from decode.config import DecodeConfig
-from decode.scheduler import DecodeLimits, DecodeScheduler
+from decode.scheduler import DecodeJob, DecodeLimits, DecodeScheduler
 from decode.staged_sink import StagedSink
 from decode.worker import DecodeRole, PoolSink
 from engine.assembly import Engine, assemble, introduce, key_name_of, worker_id_of
 from engine.cuda_lane import CudaLane
+from engine.grammar_door import GrammarDoor
 from engine.startup import failures_in_one_line
 from engine.swap_space import SwapSpace
 from kvtransfer.addresses import endpoint
@@ -27,7 +28,7 @@ from kvtransfer.receiver import KvReceiver
 from kvtransfer.settings import parse
 from kvtransfer.signals import exit_on_signals, run_and_leave
 from kvtransfer.steady_memory import settle_memory
-from kvtransfer.worker import Worker, WorkerEvent, stop_on_signals
+from kvtransfer.worker import Wake, Worker, WorkerEvent, stop_on_signals
 from launcher.default_model import resolve_model
 
 PROG = "kvsplice decode"
@@ -87,7 +88,8 @@ def build(
     timing = LinkTiming(config.heartbeat_interval_s, config.gateway_dead_after_s)
     links = GatewayLinks(hello, config.gateway, timing, inbox, config.max_waiting, dial)
     stop_on_signals(inbox)
-    role = DecodeRole(engine, scheduler, receiver, witness=witness_of(config.fault))
+    door: GrammarDoor[DecodeJob] = GrammarDoor(engine.grammars, engine.masks, wake=lambda: inbox.put(Wake()))
+    role = DecodeRole(engine, scheduler, receiver, witness=witness_of(config.fault), door=door)
     return Worker(role, links, inbox, config.shutdown_timeout_s, switches_from=Role.DECODE if can_switch else None)
 
 

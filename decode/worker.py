@@ -18,6 +18,7 @@ import torch
 from decode.scheduler import CloseReception, DecodeJob, DecodeScheduler, ExpectOffer, GrantKv, ReceptionCommand
 from engine.assembly import Engine
 from engine.buffers import from_bytes
+from engine.grammar_door import GrammarDoor
 from engine.kv_cache import dtype_named
 from engine.request import ScheduledRow, StepResult
 from engine.role import EngineRole
@@ -69,8 +70,9 @@ class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
         receiver: KvReceiver,
         clock: Callable[[], float] = time.monotonic,
         witness: Witness = unwatched,
+        door: GrammarDoor[DecodeJob] | None = None,
     ) -> None:
-        super().__init__(engine, scheduler, holds_output=True, clock=clock, witness=witness)
+        super().__init__(engine, scheduler, holds_output=True, clock=clock, witness=witness, door=door)
         self._scheduler = scheduler
         self._receiver = receiver
 
@@ -90,10 +92,8 @@ class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
         if self._can_serve(gateway, message):
             source = message.source
             peer = None if source is None else (source.worker_id, source.generation)
-            job, *followers = [
-                DecodeJob(spec=spec, gateway=gateway, peer=peer, witness=self._witness) for spec in message.specs
-            ]
-            self._scheduler.add(job, now, followers)
+            jobs = [DecodeJob(spec=spec, gateway=gateway, peer=peer, witness=self._witness) for spec in message.specs]
+            self._let_in(jobs, now)
 
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         match event:

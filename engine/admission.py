@@ -29,6 +29,8 @@ def check_spec(
         raise RejectedError(
             f"min_tokens is {spec.sampling.min_tokens}, more than max_tokens, which is {spec.sampling.max_tokens}"
         )
+    if spec.sampling.grammar is not None and spec.sampling.ignore_eos:
+        raise RejectedError("ignore_eos does not go with a grammar: nothing may follow the end of its output")
 
 
 def check_group(specs: Sequence[RequestSpec], max_members: int) -> None:
@@ -93,6 +95,8 @@ def _named_token_ids(spec: RequestSpec) -> Iterator[tuple[str, int]]:
         "the output": spec.output_token_ids,
         "logit_bias": tuple(spec.sampling.logit_bias),
         "stop_token_ids": spec.sampling.stop_token_ids,
+        "allowed_token_ids": spec.sampling.allowed_token_ids,
+        "bad_words": tuple(token_id for sequence in spec.sampling.bad_words for token_id in sequence),
     }
     for what, token_ids in fields.items():
         if token_ids:

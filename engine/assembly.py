@@ -11,6 +11,7 @@ import torch
 from engine.block_mover import HostBlocks, allocate_host_blocks
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig, default_worker_id
+from engine.grammars import Grammars
 from engine.kv_cache import KvCache
 from engine.loading import (
     LoadedModel,
@@ -22,6 +23,7 @@ from engine.loading import (
 )
 from engine.runner import Runner
 from engine.sampler import Sampler
+from engine.token_masks import TokenMasks
 from kvtransfer.messages import PROTOCOL_VERSION, Fingerprint, Hello, KvLayout, Limits, Role
 
 
@@ -35,6 +37,8 @@ class Engine:
     runner: Runner
     mover: HostBlocks
     max_model_len: int
+    grammars: Grammars
+    masks: TokenMasks
 
     @property
     def device(self) -> torch.device:
@@ -73,7 +77,9 @@ def assemble(
         kv_cache_dtype=config.kv_cache_dtype,
     )
     max_model_len = resolve_max_model_len(loaded.config, config.max_model_len)
-    sampler = Sampler(loaded.config.vocab_size, loaded.eos_token_ids, loaded.device, loaded.kernels.sampling)
+    grammars = Grammars(model_path, loaded.config.vocab_size, loaded.eos_token_ids)
+    masks = TokenMasks(loaded.config.vocab_size, grammars, loaded.device, _mask_threads(loaded.device))
+    sampler = Sampler(loaded.config.vocab_size, loaded.eos_token_ids, loaded.device, loaded.kernels.sampling, masks)
     settings = PoolSettings(
         block_size=config.block_size,
         max_model_len=max_model_len,
@@ -87,8 +93,13 @@ def assemble(
     mover = allocate_host_blocks(kv_cache, swap_gib)
     pool = BlockPool(kv_cache.num_blocks, config.block_size)
     graphs = record_decode_steps(loaded, settings, kv_cache) if settings.record_decode else None
-    runner = Runner(loaded.model, loaded.kernels, kv_cache, sampler, graphs)
-    return Engine(loaded, kv_cache, pool, runner, mover, max_model_len)
+    runner = Runner(loaded.model, loaded.kernels, kv_cache, sampler, graphs, prepare=masks.begin)
+    return Engine(loaded, kv_cache, pool, runner, mover, max_model_len, grammars, masks)
+
+
+def _mask_threads(device: torch.device) -> int:
+    """On a CPU the cores are the model's."""
+    return 1 if device.type == "cpu" else max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 def introduce(

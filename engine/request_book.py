@@ -156,6 +156,12 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
         if request is not None and not request.is_over:
             self._end_alone(request, EndReason.CANCELLED, now)
 
+    def reject(self, key: RequestKey, reason: str, now: float) -> None:
+        """The request can't go on; the reason is for its client."""
+        request = self._requests.get(key)
+        if request is not None and request.state is not RequestState.CLOSING:
+            self._end(request, EndReason.REJECTED, now, reason)
+
     def cancel_all_of(self, gateway: str, now: float) -> None:
         """The gateway is gone, and with it everybody who waited."""
         for request in list(self._requests.values()):

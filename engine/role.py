@@ -2,7 +2,7 @@
 
 import abc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Generic
 
 import msgspec
@@ -10,18 +10,22 @@ import msgspec
 from engine.admission import check_group, check_spec
 from engine.assembly import Engine
 from engine.errors import RejectedError
-from engine.request import ScheduledRow, StepResult
+from engine.grammar_door import GrammarDoor
+from engine.request import Request, ScheduledRow, StepResult
 from engine.request_book import Command, Job, RequestBook
 from kvtransfer.faults import Witness, unwatched
 from kvtransfer.messages import (
+    MAX_TEXT_CHARS,
     Cancel,
     DecodeRequest,
     EndReason,
     KvTraffic,
+    LifetimeEvent,
     Load,
     PrefillRequest,
     RequestEnd,
     RequestOutput,
+    RequestSpec,
 )
 
 
@@ -29,7 +33,7 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
     """Admission, steps, cancellation, outputs and load; what to compute and how KV moves is the subclass's.
 
     `holds_output`: whether the KV of output tokens stays in this worker's pool. `clock` gives seconds, monotonic.
-    `witness` is told of each event of each request.
+    `witness` is told of each event of each request. `door`: where grammars are compiled; without one they are refused.
     """
 
     def __init__(
@@ -40,22 +44,26 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
         holds_output: bool,
         clock: Callable[[], float] = time.monotonic,
         witness: Witness = unwatched,
+        door: GrammarDoor[Job] | None = None,
     ) -> None:
         self._engine = engine
         self._book = book
         self._holds_output = holds_output
         self._clock = clock
         self._witness = witness
+        self._door = door
         self._refusals: list[tuple[str, RequestOutput]] = []
 
     def is_empty(self) -> bool:
-        return len(self._book) == 0
+        return len(self._book) == 0 and self._num_at_door == 0
 
     def check_integrity(self) -> None:
         self._book.check_integrity()
 
     def load(self) -> Load:
-        return msgspec.structs.replace(self._book.load(), kv_traffic=self._kv_traffic())
+        load = self._book.load()
+        num_waiting = load.num_waiting + self._num_at_door
+        return msgspec.structs.replace(load, num_waiting=num_waiting, kv_traffic=self._kv_traffic())
 
     def cancel(self, gateway: str, message: Cancel, now: float) -> None:
         """The owner no longer wants the request; the word of another gateway doesn't count."""
@@ -63,9 +71,16 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
         request = self._book.find(key)
         if request is not None and request.gateway == gateway:
             self._book.cancel(key, now)
+        elif self._door is not None:
+            gone, *followers = self._door.leave(key, gateway) or (None,)
+            if gone is not None:
+                self._turn_away([gone], EndReason.CANCELLED)
+                self._turn_away(followers, EndReason.FAILED, "the first choice of its prompt was cancelled")
 
     def cancel_all_of(self, gateway: str, now: float) -> None:
         self._book.cancel_all_of(gateway, now)
+        for members in self._door.leave_all_of(gateway) if self._door is not None else ():
+            self._turn_away(members, EndReason.CANCELLED)
 
     def reset_prefix_cache(self) -> None:
         self._engine.pool.forget_names()
@@ -79,6 +94,7 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
     def step(self) -> bool:
         """One engine step with all that follows from it; False if there was nothing to compute."""
         now = self._clock()
+        self._take_from_door(now)
         self._book.expire(now)
         rows = self._book.schedule(now)
         moves = self._book.take_moves()
@@ -88,8 +104,17 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
         result = self._compute(rows) if rows else StepResult(())
         if moves:  # blocks may be granted to a transfer from here on
             self._engine.mover.settle()
-        self._book.complete(rows, result, self._clock())
+        self._complete(rows, result, self._clock())
         return bool(rows)
+
+    def _complete(self, rows: Sequence[ScheduledRow], result: StepResult, now: float) -> None:
+        """Books a step. A request that no token is left for ends with the reason, and its row counts for nothing; a
+        group that has no first token yet is under the same rules and ends as one."""
+        refused = self._door.masks.take_refused() if self._door is not None else {}
+        reasons = {request.leader or request: reason for request, reason in refused.items()}
+        self._book.complete(*_without(reasons, rows, result), now)
+        for request, reason in reasons.items():
+            self._book.reject(request.key, reason, now)
 
     def _carry_out_all(self) -> None:
         for command in self._book.take_commands():
@@ -107,6 +132,41 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
     def _carry_out(self, command: Command) -> None:
         """Passes a decision of the scheduler on to the thread that moves KV."""
 
+    @property
+    def _num_at_door(self) -> int:
+        return 0 if self._door is None else len(self._door)
+
+    def _let_in(self, members: Sequence[Job], now: float) -> None:
+        """Queues a request that has been checked, with the further choices of its prompt; one with a grammar, once that
+        is compiled."""
+        request, *followers = members
+        if request.sampling.grammar is None:
+            self._book.add(request, now, followers)
+        elif self._door is None:
+            self._turn_away(members, EndReason.REJECTED, "this worker takes no grammars")
+        elif self._door.is_full:
+            self._turn_away(members, EndReason.OVERLOADED, "too many requests of this worker wait for their grammars")
+        elif self._book.find(request.key) is None:  # else a repeated message
+            for member in members:
+                member.record(LifetimeEvent.RECEIVED, now)
+            self._door.enter(request, followers)
+
+    def _take_from_door(self, now: float) -> None:
+        for members, fault in self._door.take_ready() if self._door is not None else ():
+            if fault is None:
+                self._book.add(members[0], now, members[1:])
+            else:
+                self._turn_away(members, EndReason.REJECTED, str(fault))
+
+    def _turn_away(self, members: Sequence[Request], reason: EndReason, message: str = "") -> None:
+        """The one word that requests get which never came into the book."""
+        for member in members:
+            self._refuse(member.gateway, member.spec, reason, message)
+
+    def _refuse(self, gateway: str, spec: RequestSpec, reason: EndReason, message: str) -> None:
+        end = RequestEnd(reason, message[:MAX_TEXT_CHARS])
+        self._refusals.append((gateway, RequestOutput(spec.request_id, spec.attempt, 0, end=end)))
+
     def _can_serve(self, gateway: str, message: PrefillRequest | DecodeRequest) -> bool:
         """Whether this worker can ever serve what is asked; if not, its gateway is told why."""
         try:
@@ -119,8 +179,18 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
                 holds_output=self._holds_output,
             )
         except RejectedError as error:
-            end = RequestEnd(EndReason.REJECTED, str(error))
-            refused = [RequestOutput(spec.request_id, spec.attempt, 0, end=end) for spec in message.specs]
-            self._refusals += [(gateway, output) for output in refused]
+            for spec in message.specs:
+                self._refuse(gateway, spec, EndReason.REJECTED, str(error))
             return False
         return True
+
+
+def _without(
+    refused: Container[Request], rows: Sequence[ScheduledRow], result: StepResult
+) -> tuple[Sequence[ScheduledRow], StepResult]:
+    """Rows and result but for those of requests, or groups, that are among `refused`."""
+    kept = [index for index, row in enumerate(rows) if (row.request.leader or row.request) not in refused]
+    if len(kept) == len(rows):
+        return rows, result
+    told = {place: result.logprobs[index] for place, index in enumerate(kept) if index in result.logprobs}
+    return [rows[index] for index in kept], StepResult([result.token_ids[index] for index in kept], told)

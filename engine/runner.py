@@ -26,13 +26,16 @@ class Runner:
         kv_cache: KvCache,
         sample: Sample,
         graphs: DecodeGraphs | None = None,
+        prepare: Callable[[Sequence[Request]], None] = lambda requests: None,
     ) -> None:
-        """`graphs`: recorded from the same model over the same pool; without them every step runs eagerly."""
+        """`graphs`: recorded from the same model over the same pool; without them every step runs eagerly. `prepare` is
+        told before the forward who will sample."""
         self.kv_cache = kv_cache
         self._model = model
         self._kernels = kernels
         self._sample = sample
         self._graphs = graphs
+        self._prepare = prepare
 
     def step(self, rows: Sequence[ScheduledRow], on_layer: OnLayer | None = None) -> StepResult:
         """Computes the K and V of all tokens of `rows` and returns, row by row, the next token id, or None where the
@@ -46,9 +49,11 @@ class Runner:
         with torch.inference_mode():
             batch = build_batch(rows, self.kv_cache.block_size, self.kv_cache.device)
             scores = PromptScores(rows)
-            logits = self._forward(batch, on_layer, scores.take)
             sampling = [rows[index] for index in batch.sample_rows]
-            sampled = self._sample(logits, [row.request for row in sampling]) if sampling else []
+            requests = [row.request for row in sampling]
+            self._prepare(requests)
+            logits = self._forward(batch, on_layer, scores.take)
+            sampled = self._sample(logits, requests) if sampling else []
             told = sampled_logprobs(logits, sampling, sampled)
         next_tokens: list[int | None] = [None] * len(rows)
         for index, token_id in zip(batch.sample_rows, sampled, strict=True):

@@ -1,6 +1,6 @@
 """Turns logits into the next token of every request in a batch. Knows no scheduler and no stopping rule.
 
-    logits --edits (engine.penalties)--> greedy rows: argmax
+    logits --edits (engine.penalties, then engine.token_masks)--> greedy rows: argmax
                                      `-> other rows:  temperature -> top_k -> top_p -> min_p -> draw
 
 Filters run in the order of Hugging Face transformers: top_p measures its mass over what top_k left. min_p compares
@@ -16,6 +16,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,10 +32,12 @@ from engine.penalties import (
     mask_early_stops,
 )
 from engine.request import Request
+from engine.token_masks import TokenMasks, is_constrained
 from kernels.sampling import ONE, SamplingKernels, TorchSampling
 
 logger = logging.getLogger(__name__)
 
+NOTHING_LEFT: Final = "its grammar, allowed_token_ids, bad_words and min_tokens together leave no token"
 _NEVER = float("-inf")
 _ROWS_AT_ONCE = 64
 """Rows that draw together: bounds the float64 and int64 temporaries (64 x 150,000 x 8 bytes = 77 MB each)."""
@@ -60,9 +63,12 @@ class Sampler:
         eos_token_ids: frozenset[int],
         device: torch.device,
         kernels: SamplingKernels | None = None,
+        masks: TokenMasks | None = None,
     ) -> None:
-        """`kernels`: of a backend for `device`; plain torch if there are none."""
+        """`kernels`: of a backend for `device`; plain torch if there are none. `masks`: without them no request may
+        have rules on single tokens, such as a grammar."""
         self._vocab_size = vocab_size
+        self._masks = masks
         self._kernels = kernels or TorchSampling()
         # Some checkpoints name EOS ids beyond their vocabulary; these can't be sampled and need no mask.
         self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if token_id < vocab_size)
@@ -77,13 +83,14 @@ class Sampler:
         assert logits.shape == (len(requests), self._vocab_size), (tuple(logits.shape), len(requests), self._vocab_size)
         if not requests:
             return []
-        if any(edits_logits(request) for request in requests):
+        if any(edits_logits(request) or is_constrained(request.sampling) for request in requests):
             logits = self._edit(logits, requests)
         peaks, token_ids = self._kernels.greatest(logits)
         if not bool(torch.isfinite(peaks).all()):
             self._warn(peaks, requests)
             logits = torch.nan_to_num(logits, nan=_NEVER, posinf=torch.finfo(logits.dtype).max, neginf=_NEVER)
             peaks, token_ids = self._kernels.greatest(logits)
+            self._refuse_stuck(peaks, requests)
         drawing = [row for row, request in enumerate(requests) if request.sampling.temperature > 0.0]
         for start in range(0, len(drawing), _ROWS_AT_ONCE):
             rows = drawing[start : start + _ROWS_AT_ONCE]
@@ -100,13 +107,16 @@ class Sampler:
         return memory
 
     def _edit(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-        """A copy of `logits` with each request's bias, mask and penalties."""
+        """A copy of `logits` with each request's bias, masks and penalties."""
         logits = logits.clone()
         counts = [self._memory(request).counts for request in requests]
         apply_logit_bias(logits, requests)
         mask_early_stops(logits, requests, self._eos_token_ids)
         apply_repetition_penalty(logits, requests, counts)
         apply_count_penalties(logits, requests, counts)
+        if any(is_constrained(request.sampling) for request in requests):
+            assert self._masks is not None, "a request has rules on single tokens, and nobody to keep them"
+            self._masks.apply(logits, requests)
         return logits
 
     def _draw(
@@ -130,10 +140,18 @@ class Sampler:
         """[R, 1] float64 on the device."""
         return torch.tensor(values, dtype=torch.float64).to(self._device).unsqueeze(1)
 
+    def _refuse_stuck(self, peaks: torch.Tensor, requests: Sequence[Request]) -> None:
+        """Whoever has rules and no token left by them can't go on."""
+        for peak, request in zip(peaks.tolist(), requests, strict=True):
+            if self._masks is not None and peak == _NEVER and is_constrained(request.sampling):
+                self._masks.refuse(request, NOTHING_LEFT)
+
     def _warn(self, peaks: torch.Tensor, requests: Sequence[Request]) -> None:
-        """One line a request, however many of its rows are broken."""
+        """One line a request, however many of its rows are broken; none where its own rules leave no token."""
         for peak, request in zip(peaks.tolist(), requests, strict=True):
             memory = self._memory(request)
+            if peak == _NEVER and is_constrained(request.sampling):
+                continue
             if not math.isfinite(peak) and not memory.warned:
                 memory.warned = True
                 logger.warning("request %s: logits are masked entirely, infinite or NaN (%s)", request.key, peak)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
 import httpx
@@ -22,12 +22,15 @@ class ServerError(Exception):
 
 
 class StreamClient:
-    """`ignore_eos`: ask for exactly as many tokens as wanted, with vLLM's field of that name."""
+    """`ignore_eos`: ask for exactly as many tokens as wanted, with vLLM's field of that name. `fields`: of each call,
+    beside the usual ones."""
 
-    def __init__(self, http: httpx.AsyncClient, model: str, *, ignore_eos: bool) -> None:
+    def __init__(
+        self, http: httpx.AsyncClient, model: str, *, ignore_eos: bool, fields: Mapping[str, Any] | None = None
+    ) -> None:
         self._http = http
         self._model = model
-        self._more = {"ignore_eos": True} if ignore_eos else {}
+        self._more = {**({"ignore_eos": True} if ignore_eos else {}), **(fields or {})}
 
     @property
     def http(self) -> httpx.AsyncClient:

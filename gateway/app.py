@@ -29,6 +29,7 @@ from gateway.asgi import AsgiApp
 from gateway.backend import Backend, BackendError
 from gateway.chat import ChatEndpoint
 from gateway.completions import CompletionsEndpoint
+from gateway.constraints import ConstraintCheck
 from gateway.errors import (
     ApiError,
     InternalError,
@@ -64,12 +65,14 @@ def create_app(
 ) -> AsgiApp:
     """The whole HTTP face as one ASGI application, guards included. Without `admin` there are no paths for it."""
     pool = TextPool(TEXT_THREADS, settings.text_timeout_s)
+    constraints = ConstraintCheck(tokenizer, pool, settings.text_timeout_s)
     service = Service(
         backend=backend,
         tokenizer=tokenizer,
         settings=settings,
         metrics=metrics,
         prompts=PromptEncoder(tokenizer, pool),
+        constraints=constraints,
         generation=Generation(backend, tokenizer, settings, metrics, pool),
         token_texts=TokenTexts(tokenizer),
         created=int(time.time()),
@@ -79,6 +82,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         pool.close()
+        constraints.close()
 
     app = FastAPI(
         title="kvsplice",

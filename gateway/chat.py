@@ -37,6 +37,7 @@ class ChatEndpoint:
             variables=request.chat_template_kwargs,
         )
         max_model_len = service.max_model_len(mode)
+        constraints = await service.constraints.check(request)
         encoded = await service.prompts.encode(
             [text],
             add_special_tokens=request.add_special_tokens,
@@ -48,6 +49,7 @@ class ChatEndpoint:
             request,
             ChatShape(service.logprob_style(request)),
             encoded,
+            constraints=constraints,
             max_model_len=max_model_len,
             default_max_tokens=max_model_len,
             started_at=started_at,

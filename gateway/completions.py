@@ -40,6 +40,7 @@ class CompletionsEndpoint:
         prompts = split_prompts(request.prompt, service.settings.max_prompts)
         max_model_len = service.max_model_len(mode)
         num_kept = truncation(request.truncate_prompt_tokens, request.max_tokens, max_model_len)
+        constraints = await service.constraints.check(request)
         encoded = await service.prompts.encode(
             prompts,
             add_special_tokens=request.add_special_tokens,
@@ -58,6 +59,7 @@ class CompletionsEndpoint:
             CompletionShape(service.logprob_style(request)),
             encoded,
             echoes=echoes,
+            constraints=constraints,
             max_model_len=max_model_len,
             default_max_tokens=DEFAULT_MAX_TOKENS,
             started_at=started_at,

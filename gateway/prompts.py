@@ -8,7 +8,7 @@ from gateway.errors import ContextLengthError, InvalidFieldError, excerpt
 from gateway.schemas import MESSAGE_RULES, ChatMessage, TextPart
 from gateway.text_pool import TextPool
 from gateway.tokenizer import Message, Tokenizer
-from gateway.validation import FieldRules, convert, known_fields
+from gateway.validation import FieldRules, convert_at
 
 Prompt = str | list[int]
 
@@ -146,7 +146,7 @@ def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _chat_message(fields: Mapping[str, Any], where: str) -> Message:
-    message = _convert_at(where, fields, ChatMessage, MESSAGE_RULES)
+    message: ChatMessage = convert_at(where, fields, ChatMessage, MESSAGE_RULES)
     if message.role not in ROLES:
         raise InvalidFieldError(f"{where}.role: must be one of {', '.join(ROLES)}", param=f"{where}.role")
     role = "system" if message.role == "developer" else message.role
@@ -167,18 +167,8 @@ def _text_part(fields: Mapping[str, Any], where: str) -> str:
     if fields.get("type") != "text":
         raise InvalidFieldError(f"{where}.type: only 'text' is supported", param=f"{where}.type")
     rest = {name: value for name, value in fields.items() if name != "type"}
-    part: TextPart = _convert_at(where, rest, TextPart, _PART_RULES)
+    part: TextPart = convert_at(where, rest, TextPart, _PART_RULES)
     return part.text
-
-
-def _convert_at(where: str, fields: Mapping[str, Any], kind: type[Any], rules: FieldRules) -> Any:
-    """`convert` for a part of a request, with its place in front of the field."""
-    known = known_fields(fields, kind, rules, f"{where}.")
-    try:
-        return convert(known, kind)
-    except InvalidFieldError as error:
-        param = where if error.param is None else f"{where}.{error.param}"
-        raise InvalidFieldError(f"{where}: {error}", param=param) from None
 
 
 def _all_token_ids(prompt: Sequence[int | str | list[int]]) -> TypeGuard[Sequence[int]]:

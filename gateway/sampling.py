@@ -2,6 +2,7 @@
 
 import secrets
 
+from gateway.constraints import Constraints
 from gateway.errors import ContextLengthError, InvalidFieldError
 from gateway.prompts import check_token_ids
 from gateway.schemas import GenerationRequest
@@ -17,10 +18,17 @@ def check_sampling_ids(request: GenerationRequest, num_ids: int) -> None:
     """Raises InvalidFieldError for token ids out of the vocabulary."""
     check_token_ids("stop_token_ids", request.stop_token_ids, num_ids)
     check_token_ids("logit_bias", list(request.logit_bias), num_ids)
+    check_token_ids("allowed_token_ids", request.allowed_token_ids or [], num_ids)
 
 
 def sampling_for(
-    request: GenerationRequest, *, num_prompt: int, max_model_len: int, default_max_tokens: int, seed: int
+    request: GenerationRequest,
+    *,
+    num_prompt: int,
+    max_model_len: int,
+    default_max_tokens: int,
+    seed: int,
+    constraints: Constraints,
 ) -> SamplingParams:
     """Parameters for the first choice of one prompt of `num_prompt` tokens, fewer than `max_model_len`.
 
@@ -50,6 +58,9 @@ def sampling_for(
         stop_token_ids=tuple(request.stop_token_ids),
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_scores,
+        grammar=constraints.grammar,
+        bad_words=constraints.bad_words,
+        allowed_token_ids=tuple(request.allowed_token_ids or ()),
     )
 
 

@@ -4,16 +4,29 @@ Each type has a `FieldRules` beside it: what is tolerated, and what is known but
 once; `gateway.validation` turns a breach into a 400.
 """
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from gateway.validation import FieldRules
-from kvtransfer.messages import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, MAX_TOKEN_ID
+from kvtransfer.messages import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_SEQUENCES,
+    MAX_CHOICES,
+    MAX_GRAMMAR_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOKEN_ID,
+)
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 512
 MAX_SALT_CHARS: Final = 512
+MAX_BAD_WORDS: Final = MAX_BAD_SEQUENCES // 2
+"""Each is told to workers as two sequences: at the beginning of a text and behind a blank."""
+MAX_BAD_WORD_CHARS: Final = 256
+MAX_OUTPUT_CHOICES: Final = 4096
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -22,6 +35,12 @@ Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
 NumChoices = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)]
 MaxTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
 NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
+BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS, pattern=r"\S")]
+GrammarText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+Schema = GrammarText | dict[str, Any]
+OutputChoices = Annotated[
+    list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1, max_length=MAX_OUTPUT_CHOICES)
+]
 TemplateValue = str | int | float | bool
 Bias = dict[TokenId, Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]]
 
@@ -41,7 +60,8 @@ class GenerationRequest(Fields, frozen=True, kw_only=True):
     """What completions and chats have in common. `n`: choices of each prompt. `top_k`: 0 or -1 is off. `cache_salt`: KV
     is shared only among requests with the same one. `priority`: the smaller, the sooner, where workers schedule by it.
     `prompt_logprobs`: alternatives beside each prompt token's log probability. `truncate_prompt_tokens`: only so many
-    of the prompt's last tokens are used, -1: as many as leave room for the output."""
+    of the prompt's last tokens are used, -1: as many as leave room for the output. `response_format`,
+    `structured_outputs` and the `guided_` fields are read by `gateway.structured`."""
 
     model: str | None = None
     n: NumChoices = 1
@@ -61,6 +81,16 @@ class GenerationRequest(Fields, frozen=True, kw_only=True):
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] = []
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=MAX_BAD_WORDS)] = []
+    allowed_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = (
+        None
+    )
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Schema | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: OutputChoices | None = None
+    guided_grammar: GrammarText | None = None
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
     prompt_logprobs: NumLogprobs | None = None
@@ -86,6 +116,32 @@ class GenerationRequest(Fields, frozen=True, kw_only=True):
     def num_scores(self) -> int | None:
         """The same of the prompt's tokens, as workers are asked for them."""
         return self.prompt_logprobs
+
+
+class JsonSchemaFormat(Fields, frozen=True, kw_only=True):
+    """`response_format.json_schema`. The schema is followed whether `strict` or not; `description` is for people."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")]
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields, frozen=True, kw_only=True):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Fields, frozen=True, kw_only=True):
+    """vLLM's newer way to ask for a form. One of them."""
+
+    json: Schema | None = None
+    json_object: bool = False
+    regex: GrammarText | None = None
+    choice: OutputChoices | None = None
+    grammar: GrammarText | None = None
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -166,14 +222,6 @@ _UNSUPPORTED_ANYWHERE: Final[dict[str, tuple[Any, ...]]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "spaces_between_special_tokens": (True,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "return_token_ids": (False,),
     "logits_processors": ([],),
     "kv_transfer_params": (),
@@ -208,6 +256,17 @@ CHAT_RULES: Final = FieldRules(
         "chat_template": (),
         "documents": ([],),
         "mm_processor_kwargs": ({},),
+    },
+)
+FORMAT_RULES: Final = FieldRules(tolerated=frozenset(), unsupported={})
+STRUCTURE_RULES: Final = FieldRules(
+    tolerated=frozenset(),
+    unsupported={
+        "disable_fallback": (False,),
+        "disable_any_whitespace": (False,),
+        "disable_additional_properties": (False,),
+        "whitespace_pattern": (),
+        "structural_tag": (),
     },
 )
 MESSAGE_RULES: Final = FieldRules(

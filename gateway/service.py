@@ -11,6 +11,7 @@ from gateway.asgi import Receive, Scope, read_json_body
 from gateway.backend import Backend, Traits, UnavailableError
 from gateway.choice_text import TextRules
 from gateway.choices import Choice
+from gateway.constraints import ConstraintCheck, Constraints
 from gateway.echo import Echo
 from gateway.errors import InvalidFieldError, ModelNotFoundError, excerpt
 from gateway.generation import Call, Generation
@@ -38,6 +39,7 @@ class Service:
     settings: HttpSettings
     metrics: Metrics
     prompts: PromptEncoder
+    constraints: ConstraintCheck
     generation: Generation
     token_texts: TokenTexts
     created: int
@@ -91,6 +93,7 @@ class Service:
         shape: AnswerShape,
         prompts: Sequence[tuple[int, ...]],
         *,
+        constraints: Constraints,
         max_model_len: int,
         default_max_tokens: int,
         started_at: float,
@@ -109,6 +112,7 @@ class Service:
                 max_model_len=max_model_len,
                 default_max_tokens=default_max_tokens,
                 seed=seed,
+                constraints=constraints,
             )
             for choice_index in range(request.n):
                 drawn = structs.replace(sampling, choice_index=choice_index)

@@ -10,6 +10,7 @@ from tokenizers import models
 
 from gateway.chat_template import template_variables
 from gateway.errors import InvalidFieldError, excerpt
+from grammar.vocabulary import digest_of
 from kvtransfer.errors import SettingsError
 
 Message = Mapping[str, str]
@@ -50,6 +51,16 @@ class Tokenizer:
     def max_token_chars(self) -> int:
         """No token stands for more characters of a text than this."""
         return max(len(token) for token in self._backend.get_vocab(with_added_tokens=True))
+
+    @cached_property
+    def vocabulary_digest(self) -> str:
+        """Names the tokens to workers, which compare."""
+        return digest_of(self._backend)
+
+    def to_json(self) -> str:
+        """As in a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
 
     def min_num_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens, without tokenising. Other models than BPE may take any length of

@@ -77,6 +77,16 @@ def convert(fields: Mapping[str, Any], request_type: type[_T]) -> _T:
         raise _invalid_field(str(error)) from None
 
 
+def convert_at(where: str, fields: Mapping[str, Any], kind: type[_T], rules: FieldRules) -> _T:
+    """`fields`, a part of a request, as a `kind`. Raises InvalidFieldError with the part's place in front."""
+    known = known_fields(fields, kind, rules, f"{where}.")
+    try:
+        return convert(known, kind)
+    except InvalidFieldError as error:
+        param = where if error.param is None else f"{where}.{error.param}"
+        raise InvalidFieldError(f"{where}: {error}", param=param) from None
+
+
 def _check_unsupported(name: str, value: Any, rules: FieldRules, where: str) -> None:
     shown = where + excerpt(name)
     if name not in rules.unsupported:
@@ -91,12 +101,12 @@ def _is_same(value: Any, neutral: Any) -> bool:
 
 
 def _invalid_field(message: str) -> InvalidFieldError:
-    """msgspec's message with the field in front. It holds types, bounds and places, and of the client's only the
-    names of unknown fields."""
+    """msgspec's message with the field in front. It holds types, bounds and places, and of the client's only
+    names of unknown fields and of choices that there are not."""
     match = _AT_PATH.match(message)
     assert match is not None, f"the pattern takes any text, but not {message!r}"
     what = match["what"].replace("`", "")
-    if what.startswith("Object contains unknown field "):
+    if what.startswith(("Object contains unknown field ", "Invalid enum value ")):
         what = excerpt(what)
     if not match["path"]:
         missing = re.match(r"Object missing required field (\w+)", what)

@@ -49,6 +49,10 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 """Log probabilities of one prompt, alternatives included: they fill less than a third of a control frame."""
 MIN_LOGPROB = -9999.0
 """In place of -inf, which JSON has no word for: of a token that can't come."""
+MAX_GRAMMAR_CHARS = 1 << 16
+MAX_BAD_SEQUENCES = 256
+MAX_BAD_SEQUENCE_TOKENS = 256
+MAX_ALLOWED_TOKEN_IDS = 1 << 18
 MAX_TEXT_CHARS = 2048
 MAX_WIRE_DTYPES = 8
 MAX_DRAIN_S = 3600.0
@@ -73,6 +77,7 @@ NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 RequestKey = tuple[str, int]
 """(request_id, attempt): names one hand-over."""
 TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
+BadSequence = Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=MAX_BAD_SEQUENCE_TOKENS)]
 
 
 class Role(Enum):
@@ -213,6 +218,24 @@ class Load(Part, frozen=True):
 # --- a request -------------------------------------------------------------------------------------
 
 
+class GrammarKind(Enum):
+    """How a grammar is written; what each takes is told in `grammar/source.py`."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    LARK = "lark"
+
+
+class Grammar(Part, frozen=True):
+    """The form that an output must have. `vocabulary` names the tokens that the gateway means, see
+    `grammar/vocabulary.py`."""
+
+    kind: GrammarKind
+    text: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+    vocabulary: Text
+
+
 class SamplingParams(Part, frozen=True):
     """How to draw tokens and when to stop. Defaults: plain sampling at temperature 1.
 
@@ -220,6 +243,8 @@ class SamplingParams(Part, frozen=True):
     beside the EOS ids of the model, which `ignore_eos` switches off. `logit_bias`: token id to an addend of its logit.
     `num_logprobs`: how many alternatives are told beside each output token's log probability, None: nothing is told;
     `num_prompt_logprobs`: the same of the prompt's tokens, by whoever computes the prompt.
+    `bad_words`: sequences of tokens that the output must not hold. `allowed_token_ids`: all others are never drawn;
+    none given: any may be.
     """
 
     max_tokens: Positive
@@ -241,6 +266,9 @@ class SamplingParams(Part, frozen=True):
     choice_index: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
     num_logprobs: NumLogprobs | None = None
     num_prompt_logprobs: NumLogprobs | None = None
+    grammar: Grammar | None = None
+    bad_words: Annotated[tuple[BadSequence, ...], msgspec.Meta(max_length=MAX_BAD_SEQUENCES)] = ()
+    allowed_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_ALLOWED_TOKEN_IDS)] = ()
 
 
 class RequestSpec(Part, frozen=True):

@@ -50,7 +50,12 @@ class StopRequested:
     """SIGTERM or SIGINT."""
 
 
-WorkerEvent = ControlEvent | TransferEvent | StopRequested
+@dataclass(frozen=True)
+class Wake:
+    """Something that a step waits for is there."""
+
+
+WorkerEvent = ControlEvent | TransferEvent | StopRequested | Wake
 
 
 @dataclass(frozen=True)
@@ -173,6 +178,8 @@ class Worker:
                 self.role.on_transfer(event, now)
             case AllGatewaysRefused():
                 self._refused = True
+            case Wake():
+                pass  # the step that follows sees to it
             case StopRequested():
                 self._on_stop(now)
 

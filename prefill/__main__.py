@@ -7,6 +7,7 @@ from functools import partial
 
 from engine.assembly import Engine, assemble, introduce, key_name_of, worker_id_of
 from engine.cuda_lane import CudaLane
+from engine.grammar_door import GrammarDoor
 from engine.startup import failures_in_one_line
 from kvtransfer.channel import ControlClient
 from kvtransfer.control import GatewayLinks, LinkTiming
@@ -23,10 +24,10 @@ from kvtransfer.sender import KvSender
 from kvtransfer.settings import parse
 from kvtransfer.signals import exit_on_signals, run_and_leave
 from kvtransfer.steady_memory import settle_memory
-from kvtransfer.worker import Worker, WorkerEvent, stop_on_signals
+from kvtransfer.worker import Wake, Worker, WorkerEvent, stop_on_signals
 from launcher.default_model import resolve_model
 from prefill.config import PrefillConfig
-from prefill.scheduler import PrefillLimits, PrefillScheduler
+from prefill.scheduler import PrefillJob, PrefillLimits, PrefillScheduler
 from prefill.staged_source import StagedSource
 from prefill.worker import PoolSource, PrefillRole
 
@@ -67,7 +68,8 @@ def build(config: PrefillConfig, engine: Engine, keys: CurveKeys | None, *, can_
     links = GatewayLinks(hello, config.gateway, timing, inbox, config.max_waiting, dial)
     stop_on_signals(inbox)
     mark_layer = staged.mark_layer if staged else None
-    role = PrefillRole(engine, scheduler, sender, mark_layer=mark_layer, witness=witness_of(config.fault))
+    door: GrammarDoor[PrefillJob] = GrammarDoor(engine.grammars, engine.masks, wake=lambda: inbox.put(Wake()))
+    role = PrefillRole(engine, scheduler, sender, mark_layer=mark_layer, witness=witness_of(config.fault), door=door)
     return Worker(role, links, inbox, config.shutdown_timeout_s, switches_from=Role.PREFILL if can_switch else None)
 
 

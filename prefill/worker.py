@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from engine.assembly import Engine
 from engine.buffers import as_bytes
+from engine.grammar_door import GrammarDoor
 from engine.request import ScheduledRow, StepResult
 from engine.role import EngineRole
 from engine.wire_fp8 import quantise
@@ -63,9 +64,10 @@ class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
         clock: Callable[[], float] = time.monotonic,
         mark_layer: Callable[[int], None] | None = None,
         witness: Witness = unwatched,
+        door: GrammarDoor[PrefillJob] | None = None,
     ) -> None:
         """`mark_layer` is told of each layer of each step, before the sender is."""
-        super().__init__(engine, scheduler, holds_output=False, clock=clock, witness=witness)
+        super().__init__(engine, scheduler, holds_output=False, clock=clock, witness=witness, door=door)
         self._mark_layer = mark_layer
         self._scheduler = scheduler
         self._sender = sender
@@ -84,11 +86,11 @@ class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
             logger.error("gateway %s sent a %s to a prefill worker", gateway, type(message).__name__)
             return
         if self._can_serve(gateway, message):
-            job, *followers = [
+            jobs = [
                 PrefillJob(spec=spec, gateway=gateway, target=message.target, witness=self._witness)
                 for spec in message.specs
             ]
-            self._scheduler.add(job, now, followers)
+            self._let_in(jobs, now)
 
     def on_transfer(self, event: TransferEvent, now: float) -> None:
         assert isinstance(event, TransferEnded), event

@@ -3,6 +3,7 @@
 launcher, experiments           sit on top
 gateway   prefill   decode      roles: never each other; the gateway never torch
              engine             what both workers share, and what runs without a cluster
+         grammar                what workers and gateway share
     kvtransfer    kernels       import none of ours
 """
 
@@ -14,13 +15,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("kernels", "kvtransfer", "engine", "prefill", "decode", "gateway", "launcher", "experiments")
+PACKAGES = ("kernels", "kvtransfer", "grammar", "engine", "prefill", "decode", "gateway", "launcher", "experiments")
 
 ALLOWED = {
     "kernels": (),
     "kvtransfer": (),
+    # Gateway and workers share it, so it knows nothing of either.
+    "grammar": ("kvtransfer.messages",),
     # Not the sockets and not the hand-over: an engine runs without a cluster.
     "engine": (
+        "grammar",
         "kernels",
         "kvtransfer.addresses",
         "kvtransfer.errors",
@@ -31,9 +35,9 @@ ALLOWED = {
     "prefill": ("engine", "kvtransfer"),
     "decode": ("engine", "kvtransfer"),
     # The pure steps from tokens to text: one process without a gateway needs them as well.
-    "gateway": ("engine.detokenizer", "engine.stops", "kvtransfer"),
+    "gateway": ("engine.detokenizer", "engine.stops", "grammar", "kvtransfer"),
     "launcher": ("gateway", "prefill", "decode", "engine", "kvtransfer"),
-    "experiments": ("launcher", "gateway", "prefill", "decode", "engine", "kvtransfer", "kernels"),
+    "experiments": ("launcher", "gateway", "prefill", "decode", "engine", "grammar", "kvtransfer", "kernels"),
 }
 ENTRY_POINTS_MAY = ("launcher.default_model",)
 """`python -m ROLE` and `engine.offline` take a model's name, so the entry points (and only they) ask where it is."""
@@ -85,6 +89,9 @@ PURE_FILES = (
     "gateway/merge.py",
     "gateway/modes.py",
     "gateway/router.py",
+    "gateway/structured.py",
+    "grammar/compiler.py",
+    "grammar/source.py",
     "experiments/mixed_summary.py",
     "experiments/mixed_tables.py",
     "experiments/percentiles.py",

@@ -6,7 +6,7 @@ import pytest
 
 from engine.admission import check_group, check_spec
 from engine.errors import RejectedError
-from kvtransfer.messages import MAX_PROMPT_LOGPROBS, RequestSpec, SamplingParams, Sibling
+from kvtransfer.messages import MAX_PROMPT_LOGPROBS, Grammar, GrammarKind, RequestSpec, SamplingParams, Sibling
 
 
 def spec_with(num_prompt=4, resumed=(), **sampling):
@@ -51,6 +51,9 @@ def test_log_probabilities_of_a_prompt_are_bounded():
         (4, {"logit_bias": {1: 0.5, 100: 0.5}}, {}, ("logit_bias", "id 100", "100 tokens")),
         (4, {"stop_token_ids": (5, 101)}, {}, ("stop_token_ids", "id 101", "100 tokens")),
         (4, {"stop_token_ids": (-1,)}, {}, ("stop_token_ids", "id -1")),
+        (4, {"allowed_token_ids": (5, 100)}, {}, ("allowed_token_ids", "id 100", "100 tokens")),
+        (4, {"bad_words": ((5,), (1, 100))}, {}, ("bad_words", "id 100", "100 tokens")),
+        (4, {"grammar": Grammar(GrammarKind.REGEX, "a", ""), "ignore_eos": True}, {}, ("ignore_eos", "grammar")),
         (4, {"min_tokens": 7}, {}, ("min_tokens is 7", "max_tokens", "6")),
     ],
 )

@@ -20,8 +20,8 @@ def test_a_round_that_one_side_missed_is_an_error():
 
 
 def test_the_table_is_aligned_markdown():
-    report = Report(16, 2, 6144, 3, (Figures("kvsplice", 0.1234, 99.6, 1.0), Figures("a long name", 1.0, 5.0, 0.05)))
-    assert "K and V of 6,144 bytes" in report.title()
+    report = Report(16, 2, 5, 6144, 3, (Figures("kvsplice", 0.1234, 99.6, 1.0), Figures("a long name", 1.0, 5.0, 0.05)))
+    assert "5 of their layers and K and V of 6,144 bytes" in report.title()
     assert report.table() == (
         "| side        | GB/s | us / message | kvsplice / side |\n"
         "| ----------- | ---: | -----------: | --------------: |\n"

@@ -10,6 +10,8 @@ from kvtransfer.messages import (
     Fingerprint,
     GatewayBeat,
     Goodbye,
+    Grammar,
+    GrammarKind,
     Heartbeat,
     Hello,
     KvAbort,
@@ -68,6 +70,9 @@ SAMPLING = SamplingParams(
     choice_index=1,
     num_logprobs=0,
     num_prompt_logprobs=20,
+    grammar=Grammar(GrammarKind.CHOICE, '["yes", "no"]', "v0"),
+    bad_words=((3,), (1, 2)),
+    allowed_token_ids=(0, 8),
 )
 SPEC = RequestSpec("r:1.a-b_c", 3, (0, (1 << 31) - 1), SAMPLING, (7, (1 << 31) - 1))
 LOGPROB = TokenLogprob(-0.5, 2, ((7, -0.25), (9, -0.5)))

@@ -11,6 +11,7 @@ from kvtransfer.errors import MessageError
 from kvtransfer.messages import (
     MAX_CONTROL_BYTES,
     MAX_ERROR_CHARS,
+    MAX_GRAMMAR_CHARS,
     MAX_PROMPT_TOKENS,
     EndReason,
     StepOutput,
@@ -151,6 +152,19 @@ def test_plain_names_are_taken(name):
         ("num_logprobs", True),
         ("num_prompt_logprobs", 21),
         ("num_prompt_logprobs", 1.0),
+        ("grammar", {"kind": "regex", "text": "", "vocabulary": "v"}),
+        ("grammar", {"kind": "regex", "text": "a" * (MAX_GRAMMAR_CHARS + 1), "vocabulary": "v"}),
+        ("grammar", {"kind": "regexp", "text": "a", "vocabulary": "v"}),
+        ("grammar", {"kind": "regex", "text": b"a", "vocabulary": "v"}),
+        ("grammar", {"kind": "regex", "text": "a"}),
+        ("grammar", {"kind": "regex", "text": "a", "vocabulary": "v" * 2049}),
+        ("grammar", "a"),
+        ("bad_words", [[]]),
+        ("bad_words", [[1 << 31]]),
+        ("bad_words", [[1] * 257]),
+        ("bad_words", [[1]] * 257),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", [0] * ((1 << 18) + 1)),
     ],
 )
 def test_sampling_fields_out_of_range_are_refused(field, value):

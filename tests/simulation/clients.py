@@ -43,7 +43,9 @@ class Ask:
         """One of several as a call by itself."""
         if self.num_choices == 1:
             return self
-        return replace(self, name=f"{self.name}.{index}", sampling=structs.replace(self.sampling, choice_index=index))
+        # Of several choices none is told of the prompt: the gateway and workers refuse it.
+        sampling = structs.replace(self.sampling, choice_index=index, num_prompt_logprobs=None)
+        return replace(self, name=f"{self.name}.{index}", sampling=sampling)
 
 
 class State(Enum):

@@ -1,0 +1,82 @@
+"""The grammars of one worker: examined, compiled, kept; and whether a request's tokens follow its own so far."""
+
+import threading
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from llguidance import LLMatcher
+
+from engine.bitmask import words_of
+from engine.errors import RejectedError
+from engine.request import Request
+from grammar.compiler import MatcherCache, compile_grammar, fault_of
+from grammar.errors import GrammarError
+from grammar.examiner import Examiner, Outfit
+from grammar.vocabulary import Vocabulary, read_tokenizer
+from kvtransfer.messages import Grammar, SamplingParams
+
+MAX_KEPT: Final = 32
+"""Compiled grammars: each may grow to 40 MB while it is followed, and takes far less as a rule."""
+
+
+class Grammars:
+    """Makes matchers. From any thread; callers wait for each other."""
+
+    def __init__(self, model_path: Path, num_ids: int, eos_token_ids: Iterable[int]) -> None:
+        """Nothing is read before the first grammar comes. `num_ids`: of the model."""
+        self._path = model_path
+        self._num_ids = num_ids
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._lock = threading.Lock()
+        self._cache = MatcherCache(MAX_KEPT)
+        self._examiner = Examiner(self._outfit)
+
+    def matcher_for(self, request: Request) -> LLMatcher:
+        """A matcher that has followed the request's output so far. Takes milliseconds as a rule, and seconds for a
+        grammar that is refused. Raises RejectedError."""
+        grammar = request.sampling.grammar
+        assert grammar is not None, request.key
+        with self._lock:
+            try:
+                self._check_vocabulary(grammar)
+                matcher = self._cache.get(grammar) or self._compile(grammar)
+            except GrammarError as error:
+                raise RejectedError(f"{grammar.kind.value}: {error}") from error
+        if not matcher.consume_tokens(list(request.output_token_ids)):
+            raise RejectedError(f"{grammar.kind.value}: the output so far does not follow it ({fault_of(matcher)})")
+        _check_some_token_is_left(matcher, request.sampling, self._num_ids)
+        return matcher
+
+    def close(self) -> None:
+        """Ends the process that examines."""
+        with self._lock:
+            self._examiner.close()
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary.of_folder(self._path, self._num_ids, self._eos_token_ids)
+
+    def _check_vocabulary(self, grammar: Grammar) -> None:
+        if grammar.vocabulary != self._vocabulary.digest:
+            raise GrammarError("the gateway's tokenizer is not this model's; give both the same --model")
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        self._examiner.examine(grammar)
+        matcher = compile_grammar(self._vocabulary, grammar)
+        self._cache.put(grammar, matcher)
+        return matcher
+
+    def _outfit(self) -> Outfit:
+        return Outfit(read_tokenizer(self._path), self._num_ids, self._eos_token_ids)
+
+
+def _check_some_token_is_left(matcher: LLMatcher, sampling: SamplingParams, num_ids: int) -> None:
+    if not sampling.allowed_token_ids:
+        return
+    allowed = words_of(sampling.allowed_token_ids, num_ids)
+    mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)[: len(allowed)]
+    if not (mask & allowed).any():
+        raise RejectedError("allowed_token_ids holds no token that the grammar allows")

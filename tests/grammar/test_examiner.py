@@ -1,0 +1,97 @@
+"""A grammar that would take this process down takes its child down, and is refused; nobody else notices."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from grammar.errors import CostError, GrammarError
+from grammar.examiner import CPU_SECONDS, Examiner, Examiners, Outfit
+from tests.grammar.made_grammars import BAD, BOMBS, LARK, grammar, regex, tokenizer_json
+from tests.tiny_models import EOS_ID, VOCAB_SIZE
+
+
+def outfit() -> Outfit:
+    return Outfit(tokenizer_json(), VOCAB_SIZE, (EOS_ID,))
+
+
+@pytest.fixture
+def examiner():
+    made = Examiner(outfit)
+    yield made
+    made.close()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_one_child_answers_good_and_bad_alike(examiner):
+    good = regex("[a-z]+")
+    assert examiner.examine(good) == good
+    child = examiner._child.pid
+    for name in BAD:
+        with pytest.raises(GrammarError):
+            examiner.examine(grammar(*BAD[name]))
+    assert examiner.examine(good) == good
+    assert examiner._child.pid == child
+    examiner.close()
+    assert not is_running(child)
+
+
+def test_gbnf_comes_back_as_lark(examiner):
+    found = examiner.examine(grammar(LARK, 'root ::= "a" | "b"'))
+    assert "start:" in found.text
+    assert examiner.examine(found) == found
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_costs_its_child_and_the_next_one_is_served(examiner, name):
+    examiner.examine(regex("a"))
+    child, start = examiner._child.pid, time.process_time()
+    with pytest.raises(CostError, match="too much memory"):
+        examiner.examine(grammar(*BOMBS[name]))
+    assert time.process_time() - start < CPU_SECONDS / 4, "it was compiled here"
+    assert not is_running(child)
+    assert examiner.examine(regex("a")) == regex("a")
+
+
+def test_a_child_that_was_lost_while_idle_is_replaced(examiner):
+    examiner.examine(regex("a"))
+    child = examiner._child.pid
+    os.kill(child, signal.SIGKILL)
+    examiner._child.wait()
+    assert examiner.examine(regex("a")) == regex("a")
+    assert examiner._child.pid != child
+
+
+def test_a_child_that_does_not_start_is_not_the_grammars_fault(examiner, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="does not start"):
+        examiner.examine(regex("a"))
+
+
+def test_a_model_that_takes_no_grammars_says_so_each_time():
+    for broken in (Outfit("{}", VOCAB_SIZE, (EOS_ID,)), Outfit(tokenizer_json(), VOCAB_SIZE, ())):
+        examiner = Examiner(lambda broken=broken: broken)
+        for _ in range(2):
+            with pytest.raises(GrammarError, match="this model"):
+                examiner.examine(regex("a"))
+        examiner.close()
+
+
+def test_several_threads_share_a_few():
+    examiners = Examiners(2, outfit)
+    with ThreadPoolExecutor(6) as pool:
+        asked = [regex(f"[a-z]{{{number}}}") for number in range(1, 13)]
+        assert list(pool.map(examiners.examine, asked)) == asked
+    children = [examiner._child.pid for examiner in examiners._all if examiner._child is not None]
+    assert 1 <= len(children) <= 2
+    examiners.close()
+    assert not any(is_running(child) for child in children)
