@@ -49,7 +49,7 @@ def test_streams_that_lose_their_blocks_to_each_other_equal_their_solo_runs(tigh
         together = list(pool.map(lambda call: stream(tight.http, **call), calls()))
     assert [answer.text for answer in together] == alone
     assert [answer.num_tokens for answer in together] == [NUM_TOKENS] * NUM_STREAMS
-    wait_until(lambda: count(tight, "num_preemptions_total") > 0, within_s=5, what="the last beat has come")
+    wait_until(lambda: count(tight, "num_preemptions_total") > 0, within_s=20, what="the last beat has come")
     tight.wait_pools_empty()
     assert (count(tight, "swapped_out_blocks_total") > 0) == (tight.mode != "recompute")
     assert count(tight, "swapped_in_blocks_total") == count(tight, "swapped_out_blocks_total")
