@@ -29,6 +29,8 @@ from launcher.worker_config import WorkerConfig
 from prefill.config import PrefillConfig
 
 LOOPBACK: Final = "127.0.0.1"
+GATEWAY: Final = "gateway"
+"""The gateway's name among the children; that of each other one is its worker's id."""
 GATEWAY_DRAIN_S: Final = 1.5
 """What running requests get to end in, seconds. Then the gateway tells clients why theirs has not."""
 WORKER_DRAIN_S: Final = 2.0
@@ -101,7 +103,7 @@ def _gateway(config: ServeConfig, model: Path, machine: Machine, environ: Mappin
         **dict.fromkeys(KEY_VARIABLES),
     }
     secret = {variable: key for name, variable in KEY_VARIABLES.items() if (key := getattr(config, name))}
-    return ChildSpec("gateway", _command("gateway", GatewayConfig, values), {**environ, **secret})
+    return ChildSpec(GATEWAY, _command("gateway", GatewayConfig, values), {**environ, **secret})
 
 
 def _worker(

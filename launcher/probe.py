@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from launcher.errors import LaunchError
+from launcher.health import ask
 
-HEALTH_TIMEOUT_S: Final = 2.0
 SAMPLE_TIMEOUT_S: Final = 60.0
 SAMPLE_QUESTION: Final = "What is the capital of France?"
 SAMPLE_BEGINNING: Final = "The capital of France is"
@@ -18,15 +18,15 @@ SAMPLE_TOKENS: Final = 32
 
 @dataclass(frozen=True)
 class GatewayProbe:
-    """Where the gateway is and how to ask it: a question to a model that can `chat`, else a text to go on with. All
-    workers are there when `health_path` says ready."""
+    """Where the gateway is and how to ask it: a question to a model that can `chat`, else a text to go on with.
+    `workers`: ids of all that it should have."""
 
     host: str
     port: int
     model: str
     api_key: str | None
     chat: bool
-    health_path: str = "/health"
+    workers: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
@@ -48,16 +48,12 @@ class GatewayProbe:
         return f"curl -N {self.url}{self.path} -H 'Content-Type: application/json'{key} -d '{body}'"
 
     def health(self) -> tuple[bool, str]:
-        """Whether a request could be served now, and if not, why."""
-        connection = HTTPConnection(self.host, self.port, timeout=HEALTH_TIMEOUT_S)
-        try:
-            connection.request("GET", self.health_path)
-            response = connection.getresponse()
-            return response.status == 200, response.read(2048).decode("utf-8", "replace")
-        except (OSError, HTTPException):
-            return False, "the gateway does not answer yet"
-        finally:
-            connection.close()
+        """Whether a request could be served now, by any of the workers; and if not, why."""
+        for worker_id in (None, *self.workers):
+            healthy, reason = ask(self.url, worker_id)
+            if not healthy:
+                return False, reason
+        return True, "ready"
 
     def sample(self) -> Iterator[str]:
         """Pieces of one streamed completion. Raises LaunchError if the gateway does not give it."""

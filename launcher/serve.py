@@ -2,8 +2,8 @@
 
 1. Check the port, find or fetch the model, share out cores, GPUs and ports.
 2. Start the gateway and the workers as processes of their own, and show their logs under their names.
-3. Ask /health until it is green. A process that ends before that is the end of it all: exit code 1, or 2 with its own
-   words if it has found its settings wrong.
+3. Ask the gateway until it is ready and gives requests to each of the workers. A process that ends before that is the
+   end of it all: exit code 1, or 2 with its own words if it has found its settings wrong.
 4. Say where it is, with a line to paste, and stream one completion to the terminal.
 5. Restart what dies, a bounded number of times.
 6. On Ctrl-C, SIGTERM or SIGHUP: SIGTERM to all, SIGKILL to what is left after 4 s, exit code 0.
@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +22,7 @@ from launcher.config import ServeConfig
 from launcher.default_model import resolve_model
 from launcher.errors import LaunchError
 from launcher.gpus import visible_gpus
-from launcher.plan import LOOPBACK, Machine, plan, served_names
+from launcher.plan import GATEWAY, LOOPBACK, ChildSpec, Machine, plan, served_names
 from launcher.ports import dial_host, usable_port
 from launcher.probe import GatewayProbe, has_chat_template
 from launcher.supervisor import Supervisor
@@ -38,8 +38,9 @@ def serve(config: ServeConfig, environ: Mapping[str, str]) -> int:
     machine = _machine(config, environ)
     model = resolve_model(config.model, environ=environ)
     terminal = Terminal()
-    probe = _probe(config, machine, model)
-    supervisor = Supervisor(plan(config, model, machine, environ), terminal)
+    children = plan(config, model, machine, environ)
+    probe = _probe(config, machine, model, children)
+    supervisor = Supervisor(children, terminal)
     stop = _stop_on_signals()
     terminal.line(f"kvsplice: {_starting(config)}")
     try:
@@ -61,8 +62,8 @@ def serve(config: ServeConfig, environ: Mapping[str, str]) -> int:
 
 
 def wait_until_ready(supervisor: Supervisor, probe: GatewayProbe, stop: threading.Event, deadline: float) -> bool:
-    """True when the gateway is ready, False when told to stop. Raises LaunchError if a process ends or `deadline`
-    (monotonic seconds) passes."""
+    """True when the gateway has all workers, False when told to stop. Raises LaunchError if a process ends or
+    `deadline` (monotonic seconds) passes."""
     while not stop.wait(TICK_S):
         supervisor.check_all_alive()
         ready, reason = probe.health()
@@ -89,14 +90,14 @@ def _machine(config: ServeConfig, environ: Mapping[str, str]) -> Machine:
     )
 
 
-def _probe(config: ServeConfig, machine: Machine, model: Path) -> GatewayProbe:
+def _probe(config: ServeConfig, machine: Machine, model: Path, children: Sequence[ChildSpec]) -> GatewayProbe:
     return GatewayProbe(
         host=dial_host(config.host),
         port=machine.http_port,
         model=served_names(config)[0],
         api_key=config.api_key,
         chat=has_chat_template(model),
-        health_path="/health?mode=disaggregated" if config.prefill else "/health",
+        workers=tuple(child.name for child in children if child.name != GATEWAY),
     )
 
 

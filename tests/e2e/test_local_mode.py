@@ -193,7 +193,6 @@ def test_an_unknown_mode_is_a_400(auto, mode):
 
 def assert_replicas_share_the_load(http: httpx.Client) -> None:
     """Calls at once go to both; a prompt that goes on like an earlier one finds what that has left, on whichever."""
-    wait_until(lambda: len(looked_up(http)) == 2, within_s=60.0, what="the second one is there, too")
     prompts = [prompt_of(300, salt) for salt in range(262, 290, 7)]
     fields = {"max_tokens": 200, "ignore_eos": True}
     with ThreadPoolExecutor(len(prompts)) as pool:
@@ -219,6 +218,7 @@ def test_serve_without_prefill_workers(tiny_model, plain, tmp_path):
         assert "starting 2 workers for prefill and decode" in process.output()
         (url,) = re.findall(r"ready at (\S+)", process.output())
         with httpx.Client(base_url=url, timeout=60.0) as http:
+            assert len(looked_up(http)) == 2, "ready means that both are there"
             for length in (3, 300):
                 prompt = prompt_of(length, 260)
                 expected = complete(plain.http, prompt, ignore_eos=True)

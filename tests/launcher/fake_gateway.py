@@ -1,4 +1,5 @@
-"""A gateway for the launcher's tests: green on the third look, one canned completion.
+"""A gateway for the launcher's tests: green on the third look, its worker capable on the second look at the metrics,
+one canned completion.
 
 python -m tests.launcher.fake_gateway PORT [child]        as a child it goes when its launcher goes, as ours do
 """
@@ -12,8 +13,14 @@ from launcher.lifeline import die_with_launcher
 
 class Handler(BaseHTTPRequestHandler):
     looks = 0
+    looks_at_metrics = 0
 
     def do_GET(self):
+        if self.path == "/metrics":
+            Handler.looks_at_metrics += 1
+            capable = int(Handler.looks_at_metrics >= 2)
+            self.reply(200, f'kvsplice:worker_capable{{role="prefill",worker="prefill-0"}} {capable}.0\n'.encode())
+            return
         Handler.looks += 1
         self.reply(200 if Handler.looks >= 3 else 503, b"no decode worker")
 

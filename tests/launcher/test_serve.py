@@ -8,13 +8,14 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 from launcher.cli import main
 from launcher.config import ServeConfig
 from launcher.errors import LaunchError, PortUnavailableError
-from launcher.plan import Machine
+from launcher.plan import Machine, plan
 from launcher.ports import dial_host, usable_port
 from launcher.probe import GatewayProbe, _texts, has_chat_template
 from launcher.serve import _probe
@@ -65,6 +66,23 @@ def serve():
     for process in started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def fake_gateway():
+    """Starts gateways on free ports, which it returns; kills them afterwards."""
+    started = []
+
+    def start():
+        port = usable_port("127.0.0.1", 0)
+        command = [sys.executable, "-m", "tests.launcher.fake_gateway", str(port)]
+        started.append(subprocess.Popen(command, env=os.environ))
+        return port
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def read_until(process, words):
@@ -174,29 +192,35 @@ def test_a_model_with_a_chat_template_is_asked_a_question(tmp_path, files, expec
 
 def test_probe_without_a_gateway():
     probe = GatewayProbe("127.0.0.1", usable_port("127.0.0.1", 0), "tiny", None, chat=False)
-    assert probe.health() == (False, "the gateway does not answer yet")
+    healthy, reason = probe.health()
+    assert (healthy, "the gateway does not answer" in reason) == (False, True)
     with pytest.raises(LaunchError, match="refused"):
         list(probe.sample())
 
 
-@pytest.mark.parametrize(("prefill", "path"), [(1, "/health?mode=disaggregated"), (0, "/health")])
-def test_ready_means_that_all_roles_are_there(prefill, path, tmp_path):
-    """Without the question for the mode, decode alone would be enough, and prefill might still be loading."""
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (0, 2), (2, 3)])
+def test_ready_means_that_all_workers_are_there(prefill, decode, tmp_path):
+    """The gateway is content with one worker of each role, while others might still be loading."""
     machine = Machine(cores=(0,), gpus=(), http_port=8123, control_port=9123)
-    assert _probe(ServeConfig(prefill=prefill), machine, tmp_path).health_path == path
+    config = ServeConfig(prefill=prefill, decode=decode)
+    workers = _probe(config, machine, tmp_path, plan(config, tmp_path, machine, {})).workers
+    assert workers == (*(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode)))
 
 
-def test_sample_error_is_told():
-    port = usable_port("127.0.0.1", 0)
-    process = subprocess.Popen([sys.executable, "-m", "tests.launcher.fake_gateway", str(port)], env=os.environ)
-    try:
-        probe = GatewayProbe("127.0.0.1", port, "other", None, chat=False)
-        wait_for(lambda: probe.health()[1] == "no decode worker")
-        with pytest.raises(LaunchError, match="HTTP 404: no such model"):
-            list(probe.sample())
-    finally:
-        process.kill()
-        process.wait()
+def test_not_ready_while_a_worker_of_several_is_missing_or_takes_nothing(fake_gateway):
+    port = fake_gateway()
+    probe = GatewayProbe("127.0.0.1", port, "tiny", None, chat=False, workers=("prefill-0", "prefill-1"))
+    for words in ("no decode worker", "gives prefill-0 no requests", "does not know prefill-1"):
+        wait_for(lambda words=words: words in probe.health()[1])
+    assert not probe.health()[0]
+    assert replace(probe, workers=("prefill-0",)).health() == (True, "ready")
+
+
+def test_sample_error_is_told(fake_gateway):
+    probe = GatewayProbe("127.0.0.1", fake_gateway(), "other", None, chat=False)
+    wait_for(lambda: "no decode worker" in probe.health()[1])
+    with pytest.raises(LaunchError, match="HTTP 404: no such model"):
+        list(probe.sample())
 
 
 def test_texts_of_events():
