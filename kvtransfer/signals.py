@@ -8,12 +8,23 @@ from collections.abc import Callable
 from typing import Final, NoReturn
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+EXIT_WITHIN_S: Final = 1.0
+"""What a process that loads gets to leave in order: less than the launcher's patience."""
 
 
 def exit_on_signals() -> None:
-    """While a process still loads, a signal ends it with 0 and without a traceback."""
+    """While a process still loads, a signal ends it with 0 and without a traceback: in order, or at EXIT_WITHIN_S."""
     for signum in STOP_SIGNALS:
-        signal.signal(signum, lambda *_: sys.exit(0))
+        signal.signal(signum, lambda *_: _exit())
+
+
+def _exit() -> NoReturn:
+    """Python ignores an exception that is raised in a `__del__` or a callback, and loading is full of both. An alarm
+    whose handler raises nothing can't be ignored; the first signal sets it, and others don't put it off."""
+    if signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0):
+        signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
+        signal.setitimer(signal.ITIMER_REAL, EXIT_WITHIN_S)
+    sys.exit(0)
 
 
 def run_and_leave(main: Callable[[], int]) -> NoReturn:
