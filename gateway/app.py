@@ -41,7 +41,7 @@ from gateway.errors import (
 from gateway.generation import Generation
 from gateway.limits import HttpSettings, guarded
 from gateway.metrics import Metrics
-from gateway.mode_header import mode_named
+from gateway.mode_header import only_mode
 from gateway.openapi import describe
 from gateway.prompts import PromptEncoder
 from gateway.service import Service
@@ -154,8 +154,7 @@ async def _version(service: Service, request: Request) -> Response:
 
 async def _health(service: Service, request: Request) -> Response:
     """200 only when a request sent now could be served; with ?mode=..., one that asks for this mode."""
-    mode = request.query_params.get("mode")
-    status = service.backend.status(None if mode is None else mode_named(mode))
+    status = service.backend.status(only_mode(request.query_params.getlist("mode"), "mode"))
     if status.ready:
         return _json({"status": "ready"})
     return _json({"status": "unavailable", "reasons": list(status.reasons)}, status=503)

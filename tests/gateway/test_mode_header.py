@@ -75,7 +75,12 @@ def test_health_tells_of_one_mode():
     }
     assert statuses == {"auto": 200, "local": 200, "disaggregated": 503}
     assert world.ask("GET", "/health").status_code == 200
-    assert world.ask("GET", "/health?mode=remote").status_code == 400
+
+
+@pytest.mark.parametrize("query", ["mode=remote", "mode=", "mode=local&mode=auto", "mode=local&mode=x"])
+def test_health_of_no_mode_or_of_two_is_a_400(query):
+    error = make_world().ask("GET", f"/health?{query}")
+    assert (error.status_code, error.json()["error"]["param"]) == (400, "mode")
 
 
 def test_a_stream_has_its_mode_in_its_head():
