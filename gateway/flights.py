@@ -7,6 +7,7 @@ that still has it. One that has lost an attempt and may have another waits here,
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from gateway.attempt import Attempt, Leg
 from gateway.backend import BackendError, OverloadedError, RequestFailedError
@@ -17,6 +18,7 @@ from gateway.modes import Mode
 from gateway.observer import Audience
 from gateway.router import InFlightBook, Route
 from gateway.worker import Worker
+from kvtransfer.line_budget import LineBudget
 from kvtransfer.messages import (
     Cancel,
     EndReason,
@@ -29,6 +31,9 @@ from kvtransfer.messages import (
 )
 
 logger = logging.getLogger(__name__)
+
+MAX_LOGGED_CHARS: Final = 400
+"""Of what a line says of a request: part of it may be a worker's words."""
 
 Send = Callable[[str, GatewayToWorker], bool]
 """Sends to a worker id; False if the worker is unknown or its queue is full."""
@@ -51,6 +56,7 @@ class Flights:
         self._clock = clock
         self._flights: dict[str, Flight] = {}  # by request id
         self._late_cancels: set[tuple[str, RequestKey]] = set()  # sent since the last tick
+        self._lines: LineBudget[str] = LineBudget()  # kinds: what happened, and the kind of error
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -109,7 +115,8 @@ class Flights:
         except BackendError as error:
             self.end(flight, error=error)
         except Exception:
-            logger.exception("request %s: output could not be handled", output.request_id)
+            if self._lines.may_say("request met a bug", self._clock()):
+                logger.exception("request %s: output could not be handled", output.request_id)
             self.end(flight, error=RequestFailedError("internal error"))
 
     def on_departure(self, worker: Worker) -> None:
@@ -124,11 +131,13 @@ class Flights:
         self.held.forget(worker.ref)
 
     def on_tick(self, now: float) -> None:
-        """Fails what is past a deadline."""
+        """Fails what is past a deadline, and tells the log what it was spared."""
         self._late_cancels.clear()
         for flight in tuple(self._flights.values()):
             if error := flight.overdue(now):
                 self.end(flight, error=error)
+        for kind, count in self._lines.take_unsaid(now):
+            logger.warning("%s: %d more times", kind, count)
 
     def end(self, flight: Flight, *, finish: EndReason | None = None, error: BackendError | None = None) -> None:
         """The one way out. Without `finish` and `error` the consumer has left. No-op if it is over already."""
@@ -136,7 +145,7 @@ class Flights:
             return
         flight.move(FlightState.OVER)
         if error is not None:
-            logger.warning("request %s failed: %s", flight.request_id, error)
+            self._warn(f"request failed, {error.kind}", flight, f"failed: {error}")
             flight.stream.fail(error)
         self._recall(flight)
         self._audience.tell(lambda observer: observer.on_request_end(flight.outcome(self._clock(), finish, error)))
@@ -221,9 +230,16 @@ class Flights:
         if error is not None:
             self.end(flight, error=error)
             return
-        logger.warning("request %s has lost attempt %d: %s", flight.request_id, flight.num_attempts, setback)
+        if not flight.failover.is_turned_away:  # or else, if nobody takes it, its error will say so
+            what = f"has lost attempt {flight.num_attempts}: {setback}"
+            self._warn(f"attempt lost, {setback.reason.value}", flight, what)
         self._recall(flight)
         flight.move(FlightState.WAITING)
+
+    def _warn(self, kind: str, flight: Flight, what: str) -> None:
+        """A line about a request. A thousand that go the same way a second must not fill the log."""
+        if self._lines.may_say(kind, self._clock()):
+            logger.warning("request %s %.*s", flight.request_id, MAX_LOGGED_CHARS, what)
 
     def _recall(self, flight: Flight) -> None:
         """Whoever still has the attempt is told that nobody waits for it."""

@@ -23,6 +23,7 @@ from kvtransfer.channel import ControlClient
 from kvtransfer.complaints import Complaints
 from kvtransfer.errors import MessageError
 from kvtransfer.gateway_link import GatewayLink, LinkState
+from kvtransfer.line_budget import LineBudget
 from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import (
@@ -51,6 +52,9 @@ logger = logging.getLogger(__name__)
 
 MAX_PENDING_CANCELS = 4096
 """Cancellations that may wait for the engine beside the requests: a gateway says one for each request it has here."""
+
+MAX_LOGGED_CHARS = 400
+"""Of what a line says of a gateway: part of it may be the gateway's words."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ class GatewayLinks:
         self._report = Report(0, Load(0, 0, 0.0))
         self._links = {endpoint: GatewayLink(endpoint) for endpoint in self.gateways}
         self._complaints = Complaints()
+        self._lines: LineBudget[str] = LineBudget()  # by gateway: one that comes and goes must not fill the log
         self._client = self.dial(new_link_name(self.hello.worker_id, self.hello.generation), self.gateways)
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
@@ -176,18 +181,20 @@ class GatewayLinks:
         for gateway, message in self._client.receive():
             self._on_message(self._links[gateway], message, now)
         for item in self._outbox.drain():
-            self._on_outgoing(item)
+            self._on_outgoing(item, now)
         for link in self._links.values():
             self._on_tick(link, now)
+        for endpoint, count in self._lines.take_unsaid(now):
+            logger.warning("gateway %s: %d more lines about it", endpoint, count)
 
     def _on_message(self, link: GatewayLink, message: GatewayToWorker | MessageError, now: float) -> None:
         link.heard_at = now
         if isinstance(message, MessageError):  # if it was one that counts, its number will be missing
             if self._complaints.is_news(link.endpoint, "malformed message", now):
-                logger.warning("gateway %s sent a malformed message: %s", link.endpoint, message)
+                self._log(logging.WARNING, link, f"sent a malformed message: {message}", now)
             return
         if (loss := link.loss_by(message)) is not None:
-            self._lose(link, loss)
+            self._lose(link, loss, now)
         match message:
             case Welcome():
                 self._on_welcome(link, message, now)
@@ -195,62 +202,67 @@ class GatewayLinks:
                 self._on_refused(link, reason, now)
             case PrefillRequest() | DecodeRequest() | Cancel() | ResetPrefixCache() | SwitchRole():
                 if link.takes(message):
-                    self._hand_in(link, message)
+                    self._hand_in(link, message, now)
 
     def _on_welcome(self, link: GatewayLink, message: Welcome, now: float) -> None:
         if link.welcome(message, now):
-            logger.info("registered with gateway %s", link.endpoint)
+            self._log(logging.INFO, link, "has registered this worker", now)
             self._complaints.settle(link.endpoint)
 
     def _on_refused(self, link: GatewayLink, reason: str, now: float) -> None:
         if link.refuse(reason, now):
-            logger.error("gateway %s refuses this worker: %s", link.endpoint, reason)
+            self._log(logging.ERROR, link, f"refuses this worker: {reason}", now)
             if all(other.state is LinkState.REFUSED for other in self._links.values()):
                 self.inbox.put(AllGatewaysRefused())
 
-    def _hand_in(self, link: GatewayLink, message: RequestMessage) -> None:
+    def _hand_in(self, link: GatewayLink, message: RequestMessage, now: float) -> None:
         """The engine empties its inbox once a step; until then the inbox must not grow without bound."""
         if isinstance(message, Cancel | ResetPrefixCache | SwitchRole):
             if self.inbox.backlog >= self.max_pending + MAX_PENDING_CANCELS:
-                self._lose(link, "cancels faster than this worker can take in")
+                self._lose(link, "cancels faster than this worker can take in", now)
                 return
         elif self.inbox.backlog >= self.max_pending:
             end = RequestEnd(EndReason.OVERLOADED, "the worker's inbox is full")
-            self._send(link, tuple(RequestOutput(spec.request_id, spec.attempt, 0, end=end) for spec in message.specs))
+            refused = tuple(RequestOutput(spec.request_id, spec.attempt, 0, end=end) for spec in message.specs)
+            self._send(link, refused, now)
             return
         link.has_given = True
         self.inbox.put(FromGateway(link.endpoint, message))
 
-    def _lose(self, link: GatewayLink, why: str) -> None:
+    def _log(self, level: int, link: GatewayLink, what: str, now: float) -> None:
+        if self._lines.may_say(link.endpoint, now):
+            logger.log(level, "gateway %s %.*s", link.endpoint, MAX_LOGGED_CHARS, what)
+
+    def _lose(self, link: GatewayLink, why: str, now: float) -> None:
         """An engine that is busy hears of a loss only if it was given something since the one before: a gateway that
         comes and goes must not fill its inbox."""
-        logger.warning("gateway %s %s: cancelling its requests", link.endpoint, why)
+        self._log(logging.WARNING, link, f"{why}: cancelling its requests", now)
         link.lose()
         if link.has_given or self.inbox.backlog < self.max_pending:
             link.has_given = False
             self.inbox.put(GatewayLost(link.endpoint))
 
-    def _on_outgoing(self, item: _Outgoing | _Leave) -> None:
+    def _on_outgoing(self, item: _Outgoing | _Leave, now: float) -> None:
         if isinstance(item, _Outgoing):
             for part in parcels(item.outputs):
-                self._send(self._links[item.gateway], part)
+                self._send(self._links[item.gateway], part, now)
             return
         self._leaving = True
         for endpoint in self.gateways:
             self._client.send(endpoint, Goodbye(self.hello.generation, item.reason))
 
-    def _send(self, link: GatewayLink, outputs: tuple[RequestOutput, ...]) -> None:
+    def _send(self, link: GatewayLink, outputs: tuple[RequestOutput, ...], now: float) -> None:
         """Nothing goes to a gateway that we aren't registered with: what it had here is cancelled, by both sides."""
         if not link.is_welcomed:
             return
         if self._client.send(link.endpoint, StepOutput(self.hello.generation, link.num_sent + 1, outputs)):
             link.num_sent += 1
         else:
-            self._lose(link, "takes no more messages")
+            self._lose(link, "takes no more messages", now)
 
     def _on_tick(self, link: GatewayLink, now: float) -> None:
         if link.is_welcomed and now - link.heard_at > self.timing.dead_after:
-            self._lose(link, f"has been silent for {self.timing.dead_after:g} s")
+            self._lose(link, f"has been silent for {self.timing.dead_after:g} s", now)
         if now < link.next_send or self._leaving:
             return
         if link.is_welcomed:

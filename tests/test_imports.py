@@ -59,6 +59,7 @@ PURE_FILES = (
     "kvtransfer/gateway_link.py",
     "kvtransfer/handshakes.py",
     "kvtransfer/incoming.py",
+    "kvtransfer/line_budget.py",
     "kvtransfer/link_name.py",
     "kvtransfer/checksum.py",
     "kvtransfer/emulated_link.py",

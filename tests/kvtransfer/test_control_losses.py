@@ -9,7 +9,10 @@ import msgspec
 from kvtransfer import control as control_module
 from kvtransfer import gateway_link as link_module
 from kvtransfer.channel import endpoint_port
-from kvtransfer.control import AllGatewaysRefused, FromGateway, GatewayLost
+from kvtransfer.control import AllGatewaysRefused, FromGateway, GatewayLinks, GatewayLost, LinkTiming
+from kvtransfer.errors import MessageError
+from kvtransfer.line_budget import NUM_LINES, PERIOD_S
+from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import (
     Cancel,
     EndReason,
@@ -21,6 +24,7 @@ from kvtransfer.messages import (
     RequestEnd,
     RequestOutput,
     StepOutput,
+    Welcome,
 )
 from tests.kvtransfer.control_world import HELLO, OUTPUT, Gateway, World, in_loop, world
 from tests.kvtransfer.cut_proxy import Direction, cut_proxy
@@ -213,6 +217,54 @@ async def test_noise_is_one_line_in_the_log(caplog):
         cancel = gateway.say_next(Cancel("r", 0))
         assert await worker.told() == FromGateway(gateway.endpoint, cancel)
         assert len(warnings(caplog)) == 1
+
+
+class OneGateway:
+    """In place of sockets: what the only gateway says next."""
+
+    def __init__(self) -> None:
+        self.says: list = []
+        self.heard: list = []
+
+    def receive(self) -> list:
+        said, self.says = self.says, []
+        return [("gateway", message) for message in said]
+
+    def send(self, gateway, message) -> bool:
+        self.heard.append(message)
+        return True
+
+
+def test_a_gateway_that_comes_and_goes_or_changes_its_mind_has_a_ceiling_in_the_log(caplog):
+    caplog.set_level(logging.INFO, logger=control_module.__name__)
+    wire, num_rounds, now = OneGateway(), 400, 0.0
+    links = GatewayLinks(HELLO, ["gateway"], LinkTiming(0.05, 30.0), Mailbox(), 64, dial=lambda *_: wire)
+    for number in range(num_rounds):
+        introduction = number + 1
+        wire.says = [MessageError("bad"), Welcome("e", introduction), GatewayBeat("f", 0), Refused(f"{number} " * 400)]
+        now += 0.1
+        links.turn(now)
+    links.turn(now + PERIOD_S)
+    lines = [record.getMessage() for record in caplog.records]
+    num_periods = num_rounds * 0.1 / PERIOD_S
+    assert len(lines) == num_periods * (NUM_LINES + 1)
+    assert max(map(len, lines)) < 500
+    told = [int(line.split(": ")[1].split()[0]) for line in lines if "more lines about it" in line]
+    assert len(lines) - len(told) + sum(told) >= 3 * num_rounds, "nothing is hidden"
+
+
+def test_a_gateway_that_seldom_comes_and_goes_is_told_in_full(caplog):
+    caplog.set_level(logging.INFO, logger=control_module.__name__)
+    wire, now = OneGateway(), 0.0
+    links = GatewayLinks(HELLO, ["gateway"], LinkTiming(0.05, 30.0), Mailbox(), 64, dial=lambda *_: wire)
+    for introduction in range(1, 50):
+        wire.says = [Welcome("e", introduction), GatewayBeat("f", 0)]
+        now += PERIOD_S / 4
+        links.turn(now)
+    assert [record.getMessage() for record in caplog.records] == 49 * [
+        "gateway gateway has registered this worker",
+        "gateway gateway was restarted: cancelling its requests",
+    ]
 
 
 # --- an engine that does not keep up

@@ -85,7 +85,7 @@ class Troublemaker:
         process = self._cluster[role]
         if role != GATEWAY:
             wait_until(
-                lambda: "registered with gateway" in process.output(),
+                lambda: "has registered this worker" in process.output(),
                 within_s=RECOVERS_WITHIN_S,
                 what=f"{role} has registered",
             )

@@ -1,0 +1,47 @@
+"""How many lines of a kind the log takes. What happens to each request, or again and again, has a ceiling there.
+
+    | line, line, line, ... up to NUM_LINES | counted only ....... |  one line for those that were counted
+    first of a kind                                     PERIOD_S later
+
+Knows no clock: `now` is seconds, monotonic.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+NUM_LINES: Final = 10
+PERIOD_S: Final = 10.0
+
+Kind = TypeVar("Kind", bound=Hashable)
+
+
+@dataclass
+class _Period:
+    since: float
+    num_said: int = 0
+    num_unsaid: int = 0
+
+
+class LineBudget(Generic[Kind]):
+    """NUM_LINES of a kind in a period of PERIOD_S. Kinds are from a closed set: none is forgotten within its period."""
+
+    def __init__(self) -> None:
+        self._periods: dict[Kind, _Period] = {}
+
+    def may_say(self, kind: Kind, now: float) -> bool:
+        """Whether to log a line of this kind now; True is taken as a promise to do so. `take_unsaid` ends periods."""
+        period = self._periods.setdefault(kind, _Period(now))
+        if period.num_said == NUM_LINES:
+            period.num_unsaid += 1
+            return False
+        period.num_said += 1
+        return True
+
+    def take_unsaid(self, now: float) -> list[tuple[Kind, int]]:
+        """Ends the periods that are over: the kinds, and how many lines of each weren't logged, if any. To be called
+        regularly, and each told in a line."""
+        over = {kind: period for kind, period in self._periods.items() if now - period.since >= PERIOD_S}
+        for kind in over:
+            del self._periods[kind]
+        return [(kind, period.num_unsaid) for kind, period in over.items() if period.num_unsaid]

@@ -1,0 +1,82 @@
+"""What happens to requests by the thousand does not fill the gateway's log."""
+
+import logging
+
+from gateway.backend import OverloadedError, RequestFailedError
+from gateway.dispatch import DispatchSettings
+from kvtransfer.line_budget import NUM_LINES, PERIOD_S
+from kvtransfer.messages import EndReason, Goodbye
+from tests.gateway.cluster_world import world
+from tests.gateway.test_dispatch import BOTH, in_loop, started
+
+ALIVE = dict.fromkeys(BOTH, "g1")
+
+
+def lines_of(caplog) -> list[str]:
+    """Of requests; those of workers that come and go are others'."""
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
+    return [line for line in lines if "worker" not in line.split(" failed")[0].split(" has lost")[0]]
+
+
+async def turned_away(it) -> None:
+    client, spec = await started(it, has_room=False)
+    await it.say("decode-0", spec, 0, end=EndReason.OVERLOADED, message="the queue of this worker is full")
+    assert type(client.error) is OverloadedError
+
+
+@in_loop
+async def test_a_429_is_one_line(caplog):
+    async with world(*BOTH) as it:
+        await turned_away(it)
+        (line,) = lines_of(caplog)
+        assert "failed: " in line
+        assert "try again later" in line
+
+
+@in_loop
+async def test_a_thousand_429s_are_a_few_lines_and_a_count(caplog):
+    async with world(*BOTH) as it:
+        for _ in range(1000):
+            await turned_away(it)
+        assert len(lines_of(caplog)) == NUM_LINES
+        await it.pass_time(PERIOD_S, ALIVE)
+        assert lines_of(caplog)[NUM_LINES:] == [f"request failed, overloaded_error: {1000 - NUM_LINES} more times"]
+        await it.pass_time(2 * PERIOD_S, ALIVE)
+        assert len(lines_of(caplog)) == NUM_LINES + 1
+        await turned_away(it)
+        assert len(lines_of(caplog)) == NUM_LINES + 2, "few and far between they are told one by one"
+
+
+@in_loop
+async def test_overloads_hide_no_other_failure(caplog):
+    async with world(*BOTH) as it:
+        for _ in range(2 * NUM_LINES):
+            await turned_away(it)
+        client, spec = await started(it)
+        await it.say("decode-0", spec, 0, end=EndReason.REJECTED, message="no such grammar")
+        assert client.error is not None
+        assert "no such grammar" in lines_of(caplog)[-1]
+
+
+@in_loop
+async def test_a_worker_that_takes_many_requests_with_it_is_a_few_lines(caplog):
+    async with world(*BOTH, settings=DispatchSettings(tick_s=3600)) as it:
+        clients = [(await started(it))[0] for _ in range(5 * NUM_LINES)]
+        await it.hear("decode-0", Goodbye("g1", "bye"))
+        lost = [line for line in lines_of(caplog) if "has lost attempt" in line]
+        assert len(lost) == NUM_LINES
+        await it.pass_time(60.0, {"prefill-0": "g1"})
+        assert all(type(client.error) is RequestFailedError for client in clients)
+        lines = lines_of(caplog)
+        assert f"attempt lost, decode_lost: {4 * NUM_LINES} more times" in lines
+        assert f"request failed, upstream_error: {4 * NUM_LINES} more times" in lines
+        assert len(lines) == 2 * (NUM_LINES + 1)
+
+
+@in_loop
+async def test_a_workers_long_words_are_cut(caplog):
+    async with world(*BOTH) as it:
+        _, spec = await started(it)
+        await it.say("decode-0", spec, 0, end=EndReason.REJECTED, message="x" * 2000)
+        (line,) = lines_of(caplog)
+        assert 400 < len(line) < 500
