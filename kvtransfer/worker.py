@@ -39,6 +39,8 @@ from kvtransfer.signals import STOP_SIGNALS
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S: Final = 0.2
+LOAD_INTERVAL_S: Final = 0.05
+"""Between two looks at the load while steps are computed. One costs 0.2 ms with 256 requests, and beats are seldom."""
 RELEASE_WITHIN_S: Final = 10.0
 """What the threads that move KV get to let go of blocks in, when a role is over."""
 
@@ -134,6 +136,8 @@ class Worker:
     _failed: bool = False
     _busy: bool = False
     _is_checked: bool = True  # the books, since anything has happened
+    _load: Load | None = None
+    _load_due: float = 0.0
 
     def run(self) -> int:
         """Serves until told to stop; returns the exit code."""
@@ -214,10 +218,16 @@ class Worker:
 
     def _after_turn(self) -> None:
         self._progress += 1
-        self.links.report(Report(self._progress, self.role.load(), draining=self._ending is not None))
+        self.links.report(Report(self._progress, self._recent_load(self.clock()), draining=self._ending is not None))
         if self.role.is_empty() and not self._is_checked:
             self.role.check_integrity()
             self._is_checked = True
+
+    def _recent_load(self, now: float) -> Load:
+        """That of this moment if nothing is being computed, else perhaps one of LOAD_INTERVAL_S ago."""
+        if self._load is None or not self._busy or now >= self._load_due:
+            self._load, self._load_due = self.role.load(), now + LOAD_INTERVAL_S
+        return self._load
 
     def _is_over(self, now: float) -> bool:
         if self._refused or not (self.links.is_alive() and self.role.is_alive()):

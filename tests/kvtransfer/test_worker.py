@@ -14,7 +14,7 @@ from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Cancel, EndReason, Load, PrefillRequest, RequestEnd, RequestOutput
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
-from kvtransfer.worker import StopRequested, Worker
+from kvtransfer.worker import LOAD_INTERVAL_S, StopRequested, Worker
 from tests.kvtransfer.fake_role import FakeLinks, FakeRole
 from tests.kvtransfer.samples import spec
 
@@ -208,6 +208,27 @@ def test_progress_moves_in_idle_turns_too_and_reports_carry_the_load():
     assert progress == list(range(1, len(progress) + 1))
     assert len(progress) >= 3
     assert process.links.reports[-1].load == Load(1, 0, 0.5)
+
+
+def test_a_busy_worker_looks_at_its_load_now_and_then_and_an_idle_one_each_time():
+    process = Process()
+    worker, role = process.worker, process.role
+    now, looks = [0.0], []
+    worker.clock = lambda: now[0]
+    role.on_step = lambda: True
+    for turn in range(20):
+        now[0] = turn * LOAD_INTERVAL_S / 10
+        process.inbox.put(request(f"r{turn}"))
+        worker.turn()
+        looks.append(process.links.reports[-1].load.num_running)
+    assert looks == [1] * 10 + [11] * 10
+    role.on_step = lambda: False
+    for turn in range(20, 23):
+        process.inbox.put(request(f"r{turn}"))
+        worker.turn()
+        assert process.links.reports[-1].load.num_running == turn + 1
+    assert [report.progress for report in process.links.reports] == list(range(1, 24))
+    process.inbox.close()
 
 
 def start(num_held: int) -> subprocess.Popen:
