@@ -81,10 +81,12 @@ class GrammarDoor(Generic[Job]):
         return [self.leave(key, gateway) for key, group in list(self._waiting.items()) if group.is_of(gateway)]
 
     def _outcome(self, group: "_Group[Job]") -> RejectedError | None:
-        """What the leader has, those that follow it find compiled."""
-        request = group.members[0]
+        request, *followers = group.members
         try:
-            self.masks.adopt(request, group.future.result())
+            matcher = group.future.result()
+            for follower in followers:
+                self.masks.adopt(follower, matcher.deep_copy())
+            self.masks.adopt(request, matcher)
         except RejectedError as error:
             return error
         except Exception:

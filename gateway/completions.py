@@ -39,7 +39,8 @@ class CompletionsEndpoint:
         _check_best_of(request)
         prompts = split_prompts(request.prompt, service.settings.max_prompts)
         max_model_len = service.max_model_len(mode)
-        num_kept = truncation(request.truncate_prompt_tokens, request.max_tokens, max_model_len)
+        max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        num_kept = truncation(request.truncate_prompt_tokens, max_tokens, max_model_len)
         constraints = await service.constraints.check(request)
         encoded = await service.prompts.encode(
             prompts,

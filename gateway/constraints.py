@@ -21,6 +21,8 @@ from kvtransfer.messages import MAX_BAD_SEQUENCE_TOKENS, MAX_GRAMMAR_CHARS, Gram
 NUM_EXAMINERS: Final = 2
 MAX_KEPT_CHARS: Final = 8 << 20
 """Of the grammars whose verdicts are kept."""
+MAX_KEPT_VERDICTS: Final = 4096
+"""Short grammars cost more than their characters."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Verdicts:
         if name not in self._found:
             self._num_chars += len(name[1])
         self._found[name] = verdict
-        while self._num_chars > max(self._max_chars, MAX_GRAMMAR_CHARS):
+        while self._num_chars > max(self._max_chars, MAX_GRAMMAR_CHARS) or len(self._found) > MAX_KEPT_VERDICTS:
             self._num_chars -= len(self._found.popitem(last=False)[0][1])
 
 

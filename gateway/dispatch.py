@@ -185,7 +185,8 @@ class Dispatcher(Backend):
         status, vocab_size = self.status(traits.mode), self._cluster.vocab_size
         if status.max_model_len is None or vocab_size is None:
             raise UnavailableError("; ".join(status.reasons))
-        check_request(prompt, sampling, vocab_size=vocab_size, max_model_len=status.max_model_len)
+        if sampling.choice_index == 0:  # the others of its prompt differ in that alone, and come after it
+            check_request(prompt, sampling, vocab_size=vocab_size, max_model_len=status.max_model_len)
         now, settings = self._clock(), self._settings
         return Flight(
             request_id=uuid.uuid4().hex,

@@ -116,7 +116,8 @@ def check_prompt_length(num_tokens: int, max_model_len: int | None) -> None:
 
 
 def truncation(asked: int | None, max_tokens: int | None, max_model_len: int) -> int | None:
-    """How many of a prompt's last tokens are used, None: all. Raises InvalidFieldError."""
+    """How many of a prompt's last tokens are used, None: all. `max_tokens`: what the output may have, None: whatever is
+    left. Raises InvalidFieldError."""
     if asked is None:
         return None
     if asked == 0 or asked > max_model_len:

@@ -87,6 +87,14 @@ class Service:
             self.token_texts, request.num_logprobs, request.prompt_logprobs, request.return_tokens_as_token_ids
         )
 
+    def _check_num_choices(self, num_choices: int) -> None:
+        """More at once than the server ever runs would be told to try again later, for ever."""
+        limit = self.settings.max_concurrent_requests
+        if num_choices > limit:
+            raise InvalidFieldError(
+                f"n: the call asks for {num_choices} choices in all, and {limit} requests may run at once", param="n"
+            )
+
     def make_call(
         self,
         request: GenerationRequest,
@@ -102,6 +110,7 @@ class Service:
     ) -> Call:
         """The call for these prompts, which share one seed: `n` choices of each in turn. Raises ContextLengthError,
         InvalidFieldError."""
+        self._check_num_choices(len(prompts) * request.n)
         seed = draw_seed(self.settings.default_seed) if request.seed is None else request.seed
         traits = Traits(request.cache_salt or "", request.priority, mode)
         choices: list[Choice] = []

@@ -88,7 +88,7 @@ class ServeConfig(Settings):
     reserve_cores: bool = setting(
         True,
         "On a CPU with cores enough for all workers' threads: give each prefill worker cores that none of our other "
-        "processes uses.",
+        "processes uses; not where workers may switch roles.",
         group="workers",
     )
     default_mode: str = like(GatewayConfig, "default_mode")

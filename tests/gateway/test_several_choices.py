@@ -56,3 +56,11 @@ def test_a_choice_that_fails_fails_the_call():
     world = make_world(ScriptedBackend(script))
     assert world.complete(n=3).status_code == 429
     assert world.backend.num_open == 0
+
+
+def test_more_choices_than_may_ever_run_are_a_mistake():
+    world = make_world(max_concurrent_requests=8)
+    response = world.complete(prompt=[[5], [6], [7]], n=3)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+    assert "9 choices in all, and 8" in response.json()["error"]["message"]
+    assert world.complete(prompt=[[5], [6]], n=4).status_code == 200
