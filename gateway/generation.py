@@ -25,6 +25,7 @@ from gateway.errors import ApiError, InternalError, error_body
 from gateway.limits import HttpSettings
 from gateway.metrics import Metrics
 from gateway.mode_header import mode_headers
+from gateway.ranking import best_of, numbered
 from gateway.schemas import StreamOptions
 from gateway.sse import EventStream
 from gateway.text_pool import TextPool
@@ -39,7 +40,8 @@ FEW_TOKENS: Final = 256
 
 @dataclass(frozen=True)
 class Call:
-    """A checked call. `stream` is None for an answer in one piece; `started_at` is on the metrics' clock."""
+    """A checked call. `stream` is None for an answer in one piece; `started_at` is on the metrics' clock. `num_kept`:
+    the best choices of each prompt are the answer, None: all are."""
 
     shape: AnswerShape
     model: str
@@ -47,6 +49,7 @@ class Call:
     rules: TextRules
     stream: StreamOptions | None
     started_at: float
+    num_kept: int | None = None
 
 
 class Generation:
@@ -75,7 +78,7 @@ class Generation:
                     deltas[delta.index].append(delta)
                     usage.num_completion += delta.num_tokens
             usage.num_cached = streams.num_cached
-        answer = await self._make(lambda: _envelope(call).answer([joined(parts) for parts in deltas], usage), deltas)
+        answer = await self._make(lambda: _envelope(call).answer(_answered(call, deltas), usage), deltas)
         await send_json(send, answer, headers=mode_headers(streams.mode))
 
     async def _make(self, make: Callable[[], _T], deltas: Iterable[Sequence[TextDelta]]) -> _T:
@@ -182,6 +185,17 @@ def joined(deltas: Sequence[TextDelta]) -> TextDelta:
         tuple(token for delta in deltas for token in delta.tokens),
         deltas[0].prompt,
     )
+
+
+def _answered(call: Call, deltas: Sequence[Sequence[TextDelta]]) -> list[TextDelta]:
+    """The choices of the answer, each in one piece. `deltas`: those of each choice that was generated."""
+    wholes = [joined(parts) for parts in deltas]
+    if call.num_kept is None:
+        return wholes
+    firsts = [place for place, choice in enumerate(call.choices) if choice.is_first]
+    ends = [*firsts[1:], len(wholes)]
+    groups = [wholes[first:end] for first, end in zip(firsts, ends, strict=True)]
+    return numbered([whole for group in groups for whole in best_of(group, call.num_kept)])
 
 
 async def run_until_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:

@@ -117,6 +117,15 @@ class GenerationRequest(Fields, frozen=True, kw_only=True):
         """The same of the prompt's tokens, as workers are asked for them."""
         return self.prompt_logprobs
 
+    @property
+    def num_choices(self) -> int:
+        """Choices of each prompt that are generated; the best `n` of them are the answer."""
+        return self.n
+
+    @property
+    def is_ranked(self) -> bool:
+        return self.num_choices > self.n
+
 
 class JsonSchemaFormat(Fields, frozen=True, kw_only=True):
     """`response_format.json_schema`. The schema is followed whether `strict` or not; `description` is for people."""
@@ -145,9 +154,9 @@ class StructuredOutputs(Fields, frozen=True, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
-    """`prompt`: text, token ids, or a list of either. `best_of`: `n`, which is what it is without. With `echo` the
-    answer begins with the prompt, and `max_tokens` may be 0: then that is all. `logprobs` may be false, which asks for
-    nothing."""
+    """`prompt`: text, token ids, or a list of either. `best_of`: choices to generate, of which the answer has the best
+    `n` (`gateway.ranking`); without it none are left out. With `echo` the answer begins with the prompt, and
+    `max_tokens` may be 0: then that is all. `logprobs` may be false, which asks for nothing."""
 
     prompt: str | list[TokenId | str | list[TokenId]]
     best_of: NumChoices | None = None
@@ -159,6 +168,10 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     @property
     def num_logprobs(self) -> int | None:
         return None if isinstance(self.logprobs, bool) else self.logprobs
+
+    @property
+    def num_choices(self) -> int:
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def num_scores(self) -> int | None:

@@ -72,8 +72,10 @@ class Service:
         if request.num_scores is None:
             return
         field = "echo" if request.prompt_logprobs is None else "prompt_logprobs"
-        if request.n > 1:
-            raise InvalidFieldError(f"{field}: log probabilities of a prompt are told with n 1 alone", param=field)
+        if request.num_choices > 1:
+            raise InvalidFieldError(
+                f"{field}: log probabilities of a prompt are told with one choice alone, n and best_of 1", param=field
+            )
         num_tokens = sum(map(len, prompts))
         if num_tokens * (1 + request.num_scores) > MAX_PROMPT_LOGPROBS:
             raise InvalidFieldError(
@@ -100,7 +102,7 @@ class Service:
         mode: Mode | None,
         echoes: Sequence[Echo | None] = (None,),
     ) -> Call:
-        """The call for these prompts, which share one seed: `n` choices of each in turn. Raises ContextLengthError,
+        """The call for these prompts, which share one seed: the choices of each in turn. Raises ContextLengthError,
         InvalidFieldError."""
         seed = draw_seed(self.settings.default_seed) if request.seed is None else request.seed
         traits = Traits(request.cache_salt or "", request.priority, mode)
@@ -114,7 +116,7 @@ class Service:
                 seed=seed,
                 constraints=constraints,
             )
-            for choice_index in range(request.n):
+            for choice_index in range(request.num_choices):
                 drawn = structs.replace(sampling, choice_index=choice_index)
                 choices.append(Choice(len(choices), prompt, drawn, traits, echo))
         return Call(
@@ -124,6 +126,7 @@ class Service:
             rules=_text_rules(request),
             stream=(request.stream_options or StreamOptions()) if request.stream else None,
             started_at=started_at,
+            num_kept=request.n if request.is_ranked else None,
         )
 
 

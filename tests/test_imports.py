@@ -89,6 +89,7 @@ PURE_FILES = (
     "gateway/held_prefixes.py",
     "gateway/merge.py",
     "gateway/modes.py",
+    "gateway/ranking.py",
     "gateway/router.py",
     "gateway/structured.py",
     "grammar/compiler.py",
