@@ -9,6 +9,7 @@ from msgspec import structs
 from gateway.answers import AnswerShape
 from gateway.asgi import Receive, Scope, read_json_body
 from gateway.backend import Backend, Traits, UnavailableError
+from gateway.beam_fields import beam_rules, check_beam_fields
 from gateway.choice_text import TextRules
 from gateway.choices import Choice
 from gateway.constraints import ConstraintCheck, Constraints
@@ -65,6 +66,7 @@ class Service:
         check_sampling_ids(request, self.tokenizer.num_ids)
         if request.stream_options is not None and not request.stream:
             raise InvalidFieldError("stream_options: only with stream true", param="stream_options")
+        check_beam_fields(request)
 
     def check_num_scores(self, request: GenerationRequest, prompts: Sequence[tuple[int, ...]]) -> None:
         """Raises InvalidFieldError if the log probabilities of all prompts together are too many for one answer, or are
@@ -102,7 +104,8 @@ class Service:
         mode: Mode | None,
         echoes: Sequence[Echo | None] = (None,),
     ) -> Call:
-        """The call for these prompts, which share one seed: the choices of each in turn. Raises ContextLengthError,
+        """The call for these prompts, which share one seed: the choices of each in turn; with
+        beams, one that all of them begin from. Raises ContextLengthError,
         InvalidFieldError."""
         seed = draw_seed(self.settings.default_seed) if request.seed is None else request.seed
         traits = Traits(request.cache_salt or "", request.priority, mode)
@@ -116,7 +119,7 @@ class Service:
                 seed=seed,
                 constraints=constraints,
             )
-            for choice_index in range(request.num_choices):
+            for choice_index in range(1 if request.use_beam_search else request.num_choices):
                 drawn = structs.replace(sampling, choice_index=choice_index)
                 choices.append(Choice(len(choices), prompt, drawn, traits, echo))
         return Call(
@@ -127,6 +130,7 @@ class Service:
             stream=(request.stream_options or StreamOptions()) if request.stream else None,
             started_at=started_at,
             num_kept=request.n if request.is_ranked else None,
+            beams=beam_rules(request, self.backend.status(mode).eos_token_ids),
         )
 
 

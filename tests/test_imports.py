@@ -84,6 +84,7 @@ PURE_FILES = (
     "engine/admission.py",
     "prefill/scheduler.py",
     "decode/scheduler.py",
+    "gateway/beam_search.py",
     "gateway/cluster.py",
     "gateway/failover.py",
     "gateway/held_prefixes.py",
