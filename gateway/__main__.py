@@ -170,6 +170,7 @@ def _http_settings(config: GatewayConfig) -> HttpSettings:
         head_timeout_s=config.head_timeout_s,
         shutdown_timeout_s=config.shutdown_timeout_s,
         request_timeout_s=config.request_timeout_s,
+        failover_timeout_s=config.failover_timeout_s,
     )
 
 

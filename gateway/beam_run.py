@@ -8,17 +8,18 @@
 Each request asks for what may follow its tokens, and ends with that. Beams share the KV of all full blocks through
 decode's prefix cache, so that a step computes the tokens behind the last full block of each beam, one at least.
 
-The first request that fails fails the search, and cancels the others; a lost worker is the backend's to replace. One
-time limit holds for all of a search.
+The first request that fails fails the search, and cancels the others; a lost worker is the backend's to replace. If a
+later step finds no worker to begin on, it waits for one, as a request does that has lost its own. One time limit holds
+for all of a search.
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from gateway.backend import Backend, DeadlineExceededError, RequestFailedError, Traits
+from gateway.backend import Backend, DeadlineExceededError, RequestFailedError, Traits, UnavailableError
 from gateway.beam_search import Beam, BeamRules, BeamSearch
 from gateway.choices import Choice
 from gateway.metrics import RequestTimer
@@ -27,18 +28,24 @@ from kvtransfer.messages import SamplingParams, TokenLogprob
 
 _T = TypeVar("_T")
 
+ASK_AGAIN_S: Final = 0.25
+
 
 class BeamRun:
     """The search for one prompt. `mode`, where that was computed, and `num_cached`, how much of it was found in a
     prefix cache, are known with the first step."""
 
-    def __init__(self, backend: Backend, choice: Choice, rules: BeamRules, timer: RequestTimer) -> None:
+    def __init__(
+        self, backend: Backend, choice: Choice, rules: BeamRules, timer: RequestTimer, patience_s: float
+    ) -> None:
+        """`patience_s`: how long a step waits for a worker to begin on."""
         self.mode: Mode | None = None
         self.num_cached = 0
         self._backend = backend
         self._choice = choice
         self._rules = rules
         self._timer = timer
+        self._patience_s = patience_s
 
     async def run(self, timeout_s: float) -> list[Beam]:
         """The best beams. Raises BackendError."""
@@ -71,7 +78,18 @@ class BeamRun:
             num_tokens = min(2, self._choice.sampling.max_tokens)
             return [await self._ask((), num_tokens, traits, self._note_mode)]
         on_decode = replace(traits, mode=Mode.LOCAL, is_step=True)
-        return await all_of(self._ask(beam.token_ids, 1, on_decode) for beam in search.live)
+        return await all_of(self._ask_patiently(beam.token_ids, on_decode) for beam in search.live)
+
+    async def _ask_patiently(self, output: tuple[int, ...], traits: Traits) -> TokenLogprob:
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + self._patience_s
+        while True:
+            try:
+                return await self._ask(output, 1, traits)
+            except UnavailableError:  # nobody has done anything for it yet
+                if loop.time() >= give_up_at:
+                    raise
+            await asyncio.sleep(ASK_AGAIN_S)
 
     async def _ask(
         self,

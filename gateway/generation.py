@@ -83,7 +83,9 @@ class Generation:
     async def _searched(self, call: Call, rules: BeamRules, send: Send) -> None:
         timers = [RequestTimer(self._metrics, call.started_at, choice.num_prompt_tokens) for choice in call.choices]
         pairs = zip(call.choices, timers, strict=True)
-        runs = [BeamRun(self._backend, choice, rules, timer) for choice, timer in pairs]
+        runs = [
+            BeamRun(self._backend, choice, rules, timer, self._settings.failover_timeout_s) for choice, timer in pairs
+        ]
         left_s = self._settings.request_timeout_s - (self._metrics.clock() - call.started_at)
         found = await all_of(run.run(left_s) for run in runs)
         usage = _usage(call)

@@ -1,11 +1,14 @@
 """Beam search through HTTP and real processes against a plain one over transformers' logits in float32."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.beams import plain_beams
 from tests.e2e.client import body_of
+from tests.e2e.processes import wait_until
 from tests.e2e.prompts import PROMPTS
 from tests.e2e.reference import torch_threads
 
@@ -94,15 +97,39 @@ def test_beams_share_the_kv_of_the_prompt(healthy):
     names = ("kv_transfer_bytes_total", "prefix_cache_queries_total", "prefix_cache_hits_total")
 
     def counted(role):
-        healthy.wait_pools_empty()
         return [healthy.gauge(name, role=role, worker=f"{role}-0") for name in names]
 
-    before = counted("prefill"), counted("decode")
+    def added(role):
+        return [now - then for now, then in zip(counted(role), before[role], strict=True)]
+
+    before = {role: counted(role) for role in ("prefill", "decode")}
     search(healthy, ids, "disaggregated", n=4, max_tokens=8, ignore_eos=True)
-    after = counted("prefill"), counted("decode")
-    prefill, decode = ([b - a for a, b in zip(*pair, strict=True)] for pair in zip(before, after, strict=True))
-    assert prefill[1:] == [len(ids), 0], "one prompt, computed whole"
-    assert prefill[0] == decode[0] > 0
-    num_tokens = sum(4 * (len(ids) + step) for step in range(1, 8))
-    assert decode[1] >= num_tokens
-    assert decode[1] - decode[2] - len(ids) <= 4 * 7 * 16, "of each beam and step the tail of a block"
+    lengths = [len(ids), *(len(ids) + step for step in range(1, 8) for _ in range(4))]
+    wait_until(lambda: added("decode")[1] >= sum(lengths), within_s=10.0, what="the counters are here")
+    wait_until(lambda: added("prefill")[0] > 0, within_s=10.0, what="those of prefill too")
+    assert added("prefill")[1:] == [len(ids), 0], "one prompt, computed whole"
+    assert added("prefill")[0] == added("decode")[0]
+    _, num_asked, num_found = added("decode")
+    print(f"{num_asked - num_found} of {num_asked} prompt tokens not in decode's cache, of which {len(ids)} were sent")
+    assert num_asked == sum(lengths)
+    assert 4 * 7 <= num_asked - num_found - len(ids) <= 4 * 7 * 16, "of each beam and step the tail of a block"
+    healthy.wait_pools_empty()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_that_dies_costs_no_beam(healthy, role):
+    ids = [10 + number * 11 % 289 for number in range(503)]
+    asked = {"n": 3, "max_tokens": 150, "ignore_eos": True}
+    expected, _ = search(healthy, ids, "disaggregated", **asked)
+    assert healthy.http.post("/reset_prefix_cache").status_code == 200
+    num_before = healthy.gauge("generation_tokens_total")
+    with ThreadPoolExecutor() as pool:
+        again = pool.submit(search, healthy, ids, "disaggregated", **asked)
+        wait_until(
+            lambda: again.done() or healthy.gauge("generation_tokens_total") > num_before, within_s=10.0, what="it runs"
+        )
+        healthy.kill(role)
+        assert not again.done(), "too late to disturb anything"
+        wait_until(lambda: not healthy.is_ready(), within_s=10.0, what="the gateway has noticed")
+        healthy.restart(role)
+        assert again.result()[0] == expected

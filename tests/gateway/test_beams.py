@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gateway.backend import OverloadedError, TokenDelta
+from gateway.backend import OverloadedError, TokenDelta, UnavailableError
 from gateway.modes import Mode
 from kvtransfer.messages import EndReason, TokenLogprob
 from tests.beams import plain_beams
@@ -184,6 +184,25 @@ def test_a_request_that_fails_fails_the_call(number):
     assert world.backend.num_open == 0
     assert len(world.backend.calls) <= 4
     assert 'finished_reason="error"} 1.0' in world.ask("GET", "/metrics").text
+
+
+@pytest.mark.parametrize(("patience_s", "status"), [(5.0, 200), (0.0, 503)])
+def test_a_later_step_waits_for_workers_that_are_away(patience_s, status):
+    seen = []
+
+    def away_for_a_while(prompt, sampling):
+        seen.append(prompt)
+        return [UnavailableError("nobody")] if 3 <= len(seen) <= 4 else list(script(prompt, sampling))
+
+    world = make_world(ScriptedBackend(away_for_a_while), failover_timeout_s=patience_s)
+    assert world.complete(use_beam_search=True, n=2, max_tokens=4).status_code == status
+    assert world.backend.num_open == 0
+
+
+def test_a_first_step_does_not_wait():
+    world = failing_at(1, UnavailableError("nobody"))
+    assert world.complete(use_beam_search=True, n=2, max_tokens=4).status_code == 503
+    assert len(world.backend.calls) == 1
 
 
 def test_workers_that_tell_too_little_fail_it():
