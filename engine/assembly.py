@@ -118,6 +118,7 @@ def introduce(
         kv_endpoint=kv_endpoint,
         shares_prefixes=config.enable_prefix_caching,
         can_switch=can_switch,
+        eos_token_ids=tuple(sorted(engine.eos_token_ids)),
     )
 
 

@@ -169,6 +169,8 @@ def _http_settings(config: GatewayConfig) -> HttpSettings:
         stream_buffer_tokens=config.stream_buffer_tokens,
         head_timeout_s=config.head_timeout_s,
         shutdown_timeout_s=config.shutdown_timeout_s,
+        request_timeout_s=config.request_timeout_s,
+        failover_timeout_s=config.failover_timeout_s,
     )
 
 

@@ -93,21 +93,24 @@ class TokenDelta:
 class Traits:
     """What a request says of itself beside prompt and sampling. `cache_salt`: it shares KV only with requests of the
     same salt; `priority`: the smaller, the sooner, where workers schedule by it; `mode`: where it wants its prompt
-    computed, None if it leaves that to the gateway."""
+    computed, None if it leaves that to the gateway. `is_step`: it is one of many of a call, of which metrics count
+    another one."""
 
     cache_salt: str = ""
     priority: int = 0
     mode: Mode | None = None
+    is_step: bool = False
 
 
 @dataclass(frozen=True)
 class ClusterStatus:
     """Whether requests can be served. `reasons` says why not, one text a missing thing; clients see them, so they name
-    roles and no workers."""
+    roles and no workers. `eos_token_ids`: with which the model ends an output."""
 
     ready: bool
     reasons: tuple[str, ...]
     max_model_len: int | None  # the smallest of the workers that are needed; None while not ready
+    eos_token_ids: frozenset[int] = frozenset()
 
 
 class Backend(Protocol):

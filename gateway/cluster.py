@@ -136,7 +136,8 @@ class Cluster:
         reasons = tuple(f"no {role.value} worker can take requests" for role in needs if not self.capable(role, now))
         lengths = [worker.limits.max_model_len for worker in self.workers if worker.role in needs]
         max_model_len = None if reasons else min(lengths)
-        return ClusterStatus(ready=not reasons, reasons=reasons, max_model_len=max_model_len)
+        ends = frozenset(token_id for worker in self.workers for token_id in worker.hello.eos_token_ids)
+        return ClusterStatus(ready=not reasons, reasons=reasons, max_model_len=max_model_len, eos_token_ids=ends)
 
     def receive(self, sender: str, message: WorkerToGateway | MessageError, now: float) -> Reaction:
         """Takes one message (or what was wrong with it) that came on the connection named `sender`."""

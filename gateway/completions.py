@@ -69,13 +69,13 @@ class CompletionsEndpoint:
 
 
 def _check_best_of(request: CompletionRequest) -> None:
-    """Choices are not ranked here, so there can't be more of them than the answer has."""
-    if request.best_of is None:
-        return
-    if request.best_of < request.n:
+    """Which choices are the best is known when all have ended."""
+    if request.num_choices < request.n:
         raise InvalidFieldError(f"best_of: {request.best_of} is less than n, which is {request.n}", param="best_of")
-    if request.best_of > request.n:
-        raise InvalidFieldError("best_of: more than n is not supported by this server; leave it out", param="best_of")
+    if request.is_ranked and request.stream:
+        raise InvalidFieldError("best_of: more than n only without stream", param="best_of")
+    if request.is_ranked and request.max_tokens == 0:
+        raise InvalidFieldError("best_of: with max_tokens 0 there is no output to rank", param="best_of")
 
 
 def _check_fields(request: CompletionRequest) -> None:

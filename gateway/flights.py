@@ -148,7 +148,8 @@ class Flights:
             self._warn(f"request failed, {error.kind}", flight, f"failed: {error}")
             flight.stream.fail(error)
         self._recall(flight)
-        self._audience.tell(lambda observer: observer.on_request_end(flight.outcome(self._clock(), finish, error)))
+        if not flight.traits.is_step:
+            self._audience.tell(lambda observer: observer.on_request_end(flight.outcome(self._clock(), finish, error)))
 
     def end_all(self, error: BackendError) -> None:
         """Fails every request."""

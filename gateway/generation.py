@@ -4,6 +4,7 @@
 2. Not streamed: texts are gathered, then sent as one JSON answer.
    Streamed: the first token decides. What fails before it is an ordinary HTTP error; from then on the answer is a
    200 with events, and a failure is one error event in place of `[DONE]`.
+   Beams: a search for each prompt instead, of many requests one after the other (`gateway.beam_run`), not streamed.
 3. The client leaves: the work is cancelled, and with it all backend requests. Deadlines are the backend's.
 """
 
@@ -18,17 +19,21 @@ from typing import Any, Final, TypeVar
 
 from gateway.answers import AnswerShape, Envelope, Usage
 from gateway.asgi import Receive, Send, send_json
-from gateway.backend import Backend, BackendError
-from gateway.choice_text import TextDelta, TextRules
+from gateway.backend import Backend, BackendError, TokenDelta
+from gateway.beam_run import BeamRun, all_of
+from gateway.beam_search import Beam, BeamRules
+from gateway.choice_text import ChoiceText, TextDelta, TextRules
 from gateway.choices import Choice, ChoiceStreams
 from gateway.errors import ApiError, InternalError, error_body
 from gateway.limits import HttpSettings
-from gateway.metrics import Metrics
+from gateway.metrics import Metrics, RequestTimer
 from gateway.mode_header import mode_headers
+from gateway.ranking import best_of, numbered
 from gateway.schemas import StreamOptions
 from gateway.sse import EventStream
 from gateway.text_pool import TextPool
 from gateway.tokenizer import Tokenizer
+from kvtransfer.messages import EndReason
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -39,7 +44,9 @@ FEW_TOKENS: Final = 256
 
 @dataclass(frozen=True)
 class Call:
-    """A checked call. `stream` is None for an answer in one piece; `started_at` is on the metrics' clock."""
+    """A checked call. `stream` is None for an answer in one piece; `started_at` is on the metrics' clock. `num_kept`:
+    the best choices of each prompt are the answer, None: all are. `beams`: how to search; one of `choices` is where the
+    search for its prompt begins."""
 
     shape: AnswerShape
     model: str
@@ -47,6 +54,8 @@ class Call:
     rules: TextRules
     stream: StreamOptions | None
     started_at: float
+    num_kept: int | None = None
+    beams: BeamRules | None = None
 
 
 class Generation:
@@ -63,8 +72,37 @@ class Generation:
 
     async def answer(self, call: Call, receive: Receive, send: Send) -> None:
         """Sends the whole answer. Raises ApiError and BackendError as long as nothing has been sent."""
-        work = self._whole(call, send) if call.stream is None else self._streamed(call, call.stream, send)
+        if call.beams is not None:
+            work = self._searched(call, call.beams, send)
+        elif call.stream is None:
+            work = self._whole(call, send)
+        else:
+            work = self._streamed(call, call.stream, send)
         await run_until_gone(work, receive)
+
+    async def _searched(self, call: Call, rules: BeamRules, send: Send) -> None:
+        timers = [RequestTimer(self._metrics, call.started_at, choice.num_prompt_tokens) for choice in call.choices]
+        pairs = zip(call.choices, timers, strict=True)
+        runs = [
+            BeamRun(self._backend, choice, rules, timer, self._settings.failover_timeout_s) for choice, timer in pairs
+        ]
+        left_s = self._settings.request_timeout_s - (self._metrics.clock() - call.started_at)
+        found = await all_of(run.run(left_s) for run in runs)
+        usage = _usage(call)
+        usage.num_completion = sum(len(beam.token_ids) for beams in found for beam in beams)
+        usage.num_cached = sum(run.num_cached for run in runs)
+        answer = await self._pool.run(lambda: _envelope(call).answer(self._texts(call, found), usage))
+        await send_json(send, answer, headers=mode_headers(runs[0].mode))
+
+    def _texts(self, call: Call, found: Sequence[Sequence[Beam]]) -> list[TextDelta]:
+        """The beams of each prompt as choices of the answer."""
+        pairs = zip(call.choices, found, strict=True)
+        return numbered([self._text(call, choice, beam) for choice, beams in pairs for beam in beams])
+
+    def _text(self, call: Call, choice: Choice, beam: Beam) -> TextDelta:
+        text = ChoiceText(choice.index, choice.prompt_token_ids, self._tokenizer, call.rules, choice.echo)
+        finish = EndReason.STOP if beam.is_stopped else EndReason.LENGTH
+        return joined(text.push(TokenDelta(beam.token_ids, finish, logprobs=beam.logprobs)))
 
     async def _whole(self, call: Call, send: Send) -> None:
         deltas: list[list[TextDelta]] = [[] for _ in call.choices]
@@ -75,7 +113,7 @@ class Generation:
                     deltas[delta.index].append(delta)
                     usage.num_completion += delta.num_tokens
             usage.num_cached = streams.num_cached
-        answer = await self._make(lambda: _envelope(call).answer([joined(parts) for parts in deltas], usage), deltas)
+        answer = await self._make(lambda: _envelope(call).answer(_answered(call, deltas), usage), deltas)
         await send_json(send, answer, headers=mode_headers(streams.mode))
 
     async def _make(self, make: Callable[[], _T], deltas: Iterable[Sequence[TextDelta]]) -> _T:
@@ -182,6 +220,17 @@ def joined(deltas: Sequence[TextDelta]) -> TextDelta:
         tuple(token for delta in deltas for token in delta.tokens),
         deltas[0].prompt,
     )
+
+
+def _answered(call: Call, deltas: Sequence[Sequence[TextDelta]]) -> list[TextDelta]:
+    """The choices of the answer, each in one piece. `deltas`: those of each choice that was generated."""
+    wholes = [joined(parts) for parts in deltas]
+    if call.num_kept is None:
+        return wholes
+    firsts = [place for place, choice in enumerate(call.choices) if choice.is_first]
+    ends = [*firsts[1:], len(wholes)]
+    groups = [wholes[first:end] for first, end in zip(firsts, ends, strict=True)]
+    return numbered([whole for group in groups for whole in best_of(group, call.num_kept)])
 
 
 async def run_until_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:

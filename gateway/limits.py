@@ -42,6 +42,8 @@ class HttpSettings:
 
     `served_model_names`: the first stands in answers that do not quote the request's. `stream_buffer_tokens`: per
     call. `max_prompts`: prompts in one completion call. `sse_comment_s`: silence after which a stream gets a comment.
+    `request_timeout_s`: for a call that takes many requests on the workers, each of which has the same bound there;
+    `failover_timeout_s`: such a call waits so long for workers between two of them.
     """
 
     served_model_names: tuple[str, ...]
@@ -61,6 +63,8 @@ class HttpSettings:
     sse_comment_s: float = 15.0
     text_timeout_s: float = 30.0
     shutdown_timeout_s: float = 10.0
+    request_timeout_s: float = 600.0
+    failover_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):

@@ -1,8 +1,8 @@
 """What /metrics shows: vLLM's names behind our own prefix, in a registry of its own.
 
-Times are seconds. Requests are counted once a choice. TTFT counts from the arrival of the call, so tokenising and
-queueing are in it; ITL is the gap between two outputs of the workers, which hold one token each unless the gateway was
-behind.
+Times are seconds. Requests are counted once a choice; a beam search is one, with a token a step. TTFT counts from the
+arrival of the call, so tokenising and queueing are in it; ITL is the gap between two outputs of the workers, which hold
+one token each unless the gateway was behind.
 """
 
 import time

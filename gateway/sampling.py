@@ -56,7 +56,8 @@ def sampling_for(
         min_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
         stop_token_ids=tuple(request.stop_token_ids),
-        num_logprobs=request.num_logprobs,
+        # Ranking needs each token's own log probability, also if the client is told nothing.
+        num_logprobs=0 if request.num_logprobs is None and request.is_ranked else request.num_logprobs,
         num_prompt_logprobs=request.num_scores,
         grammar=constraints.grammar,
         bad_words=constraints.bad_words,

@@ -61,7 +61,8 @@ class GenerationRequest(Fields, frozen=True, kw_only=True):
     is shared only among requests with the same one. `priority`: the smaller, the sooner, where workers schedule by it.
     `prompt_logprobs`: alternatives beside each prompt token's log probability. `truncate_prompt_tokens`: only so many
     of the prompt's last tokens are used, -1: as many as leave room for the output. `response_format`,
-    `structured_outputs` and the `guided_` fields are read by `gateway.structured`."""
+    `structured_outputs` and the `guided_` fields are read by `gateway.structured`. `use_beam_search`: the choices are
+    the best of as many beams, see `gateway.beam_fields`."""
 
     model: str | None = None
     n: NumChoices = 1
@@ -96,6 +97,8 @@ class GenerationRequest(Fields, frozen=True, kw_only=True):
     prompt_logprobs: NumLogprobs | None = None
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)] | None = None
     return_tokens_as_token_ids: bool = False
+    use_beam_search: bool = False
+    length_penalty: Annotated[float, msgspec.Meta(ge=-10.0, le=10.0)] = 1.0
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -116,6 +119,16 @@ class GenerationRequest(Fields, frozen=True, kw_only=True):
     def num_scores(self) -> int | None:
         """The same of the prompt's tokens, as workers are asked for them."""
         return self.prompt_logprobs
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of each prompt that are generated; the best `n` of them are the answer."""
+        return self.n
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether choices are drawn that the answer leaves out."""
+        return self.num_choices > self.n and not self.use_beam_search
 
 
 class JsonSchemaFormat(Fields, frozen=True, kw_only=True):
@@ -145,9 +158,9 @@ class StructuredOutputs(Fields, frozen=True, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
-    """`prompt`: text, token ids, or a list of either. `best_of`: `n`, which is what it is without. With `echo` the
-    answer begins with the prompt, and `max_tokens` may be 0: then that is all. `logprobs` may be false, which asks for
-    nothing."""
+    """`prompt`: text, token ids, or a list of either. `best_of`: choices to generate, of which the answer has the best
+    `n` (`gateway.ranking`); without it none are left out. With `echo` the answer begins with the prompt, and
+    `max_tokens` may be 0: then that is all. `logprobs` may be false, which asks for nothing."""
 
     prompt: str | list[TokenId | str | list[TokenId]]
     best_of: NumChoices | None = None
@@ -159,6 +172,10 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     @property
     def num_logprobs(self) -> int | None:
         return None if isinstance(self.logprobs, bool) else self.logprobs
+
+    @property
+    def num_choices(self) -> int:
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def num_scores(self) -> int | None:
@@ -219,8 +236,6 @@ class DetokenizeRequest(Fields, frozen=True, kw_only=True):
 
 
 _UNSUPPORTED_ANYWHERE: Final[dict[str, tuple[Any, ...]]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
     "spaces_between_special_tokens": (True,),
     "return_token_ids": (False,),
     "logits_processors": ([],),

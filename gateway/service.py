@@ -9,6 +9,7 @@ from msgspec import structs
 from gateway.answers import AnswerShape
 from gateway.asgi import Receive, Scope, read_json_body
 from gateway.backend import Backend, Traits, UnavailableError
+from gateway.beam_fields import beam_rules, check_beam_fields
 from gateway.choice_text import TextRules
 from gateway.choices import Choice
 from gateway.constraints import ConstraintCheck, Constraints
@@ -65,6 +66,7 @@ class Service:
         check_sampling_ids(request, self.tokenizer.num_ids)
         if request.stream_options is not None and not request.stream:
             raise InvalidFieldError("stream_options: only with stream true", param="stream_options")
+        check_beam_fields(request)
 
     def check_num_scores(self, request: GenerationRequest, prompts: Sequence[tuple[int, ...]]) -> None:
         """Raises InvalidFieldError if the log probabilities of all prompts together are too many for one answer, or are
@@ -72,8 +74,10 @@ class Service:
         if request.num_scores is None:
             return
         field = "echo" if request.prompt_logprobs is None else "prompt_logprobs"
-        if request.n > 1:
-            raise InvalidFieldError(f"{field}: log probabilities of a prompt are told with n 1 alone", param=field)
+        if request.num_choices > 1:
+            raise InvalidFieldError(
+                f"{field}: log probabilities of a prompt are told with one choice alone, n and best_of 1", param=field
+            )
         num_tokens = sum(map(len, prompts))
         if num_tokens * (1 + request.num_scores) > MAX_PROMPT_LOGPROBS:
             raise InvalidFieldError(
@@ -108,7 +112,8 @@ class Service:
         mode: Mode | None,
         echoes: Sequence[Echo | None] = (None,),
     ) -> Call:
-        """The call for these prompts, which share one seed: `n` choices of each in turn. Raises ContextLengthError,
+        """The call for these prompts, which share one seed: the choices of each in turn; with
+        beams, one that all of them begin from. Raises ContextLengthError,
         InvalidFieldError."""
         self._check_num_choices(len(prompts) * request.n)
         seed = draw_seed(self.settings.default_seed) if request.seed is None else request.seed
@@ -123,7 +128,7 @@ class Service:
                 seed=seed,
                 constraints=constraints,
             )
-            for choice_index in range(request.n):
+            for choice_index in range(1 if request.use_beam_search else request.num_choices):
                 drawn = structs.replace(sampling, choice_index=choice_index)
                 choices.append(Choice(len(choices), prompt, drawn, traits, echo))
         return Call(
@@ -133,6 +138,8 @@ class Service:
             rules=_text_rules(request),
             stream=(request.stream_options or StreamOptions()) if request.stream else None,
             started_at=started_at,
+            num_kept=request.n if request.is_ranked else None,
+            beams=beam_rules(request, self.backend.status(mode).eos_token_ids),
         )
 
 

@@ -31,7 +31,7 @@ import msgspec
 
 from kvtransfer.errors import MessageError
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 MAX_CONTROL_BYTES = 16 << 20
 """Upper bound of a control frame, bytes. A prompt of a million token ids takes about 5 MB."""
@@ -361,7 +361,8 @@ class Hello(Message, frozen=True):
     so is one that has switched its role, which it does when told to if it says `can_switch`.
     `kv_endpoint` is where a decode worker takes KV (None for prefill). `introduction` counts how often this start has
     registered with this gateway: a Hello that is repeated for want of an answer keeps it, one after a loss moves it.
-    `shares_prefixes`: whether it keeps the KV of prompts for later ones that begin alike."""
+    `shares_prefixes`: whether it keeps the KV of prompts for later ones that begin alike. `eos_token_ids`: with which
+    the model ends an output, unless a request ignores them."""
 
     protocol: Positive
     role: Role
@@ -374,6 +375,7 @@ class Hello(Message, frozen=True):
     introduction: Positive = 1
     shares_prefixes: bool = True
     can_switch: bool = False
+    eos_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
 
 
 class Heartbeat(Message, frozen=True):

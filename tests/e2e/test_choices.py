@@ -57,6 +57,18 @@ def test_choices_do_not_depend_on_their_number_or_the_way(healthy):
     assert len(set(choices(healthy.http, 3, temperature=0)[0])) == 1
 
 
+def test_the_best_choices_are_those_that_are_likely_by_their_own_tokens(healthy):
+    fields = body_of(PROMPT, n=6, logprobs=0, **SAMPLED)
+    told = healthy.http.post("/v1/completions", json=fields).json()["choices"]
+    # All have as many tokens, so the sums tell who is best.
+    ranked = sorted(told, key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
+    best, usage = choices(healthy.http, 2, best_of=6)
+    assert best == [choice["text"] for choice in ranked[:2]]
+    assert usage["completion_tokens"] == 6 * SAMPLED["max_tokens"]
+    assert usage["prompt_tokens"] == len(PROMPT)
+    healthy.wait_pools_empty()
+
+
 def test_more_choices_than_a_worker_runs_at_once(healthy):
     """64 is what workers run by default."""
     many, _ = choices(healthy.http, 70, prompt=PROMPT[:40])

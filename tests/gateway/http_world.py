@@ -92,12 +92,13 @@ class ScriptedBackend:
     num_resets: int = 0
     goes: Mode | None = None  # where it says that requests go
     impossible: tuple[Mode, ...] = ()
+    eos_token_ids: frozenset[int] = frozenset()
     num_open: int = 0
     num_cut: int = 0
 
     def status(self, mode: Mode | None = None) -> ClusterStatus:
         ready = not self.reasons and mode not in self.impossible
-        return ClusterStatus(ready, self.reasons, self.max_model_len if ready else None)
+        return ClusterStatus(ready, self.reasons, self.max_model_len if ready else None, self.eos_token_ids)
 
     def reset_prefix_cache(self) -> None:
         if self.reasons:

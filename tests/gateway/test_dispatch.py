@@ -733,6 +733,25 @@ async def test_the_observer_hears_of_a_request_that_is_cut():
         assert it.recorder.outcomes[0].phases == Phases(dispatch_s=0.0, queue_s=0.25, prefill_s=0.75, kv_reserve_s=0.0)
 
 
+@pytest.mark.parametrize(("is_step", "num_told"), [(True, 0), (False, 1)])
+@in_loop
+async def test_a_step_of_a_call_is_not_told_to_the_observer(is_step, num_told):
+    async with world(*BOTH) as it:
+        client = await it.ask(max_tokens=1, mode=Mode.LOCAL, traits=Traits(is_step=is_step))
+        await it.say("decode-0", it.spec("decode-0", DecodeRequest), 0, [10], EndReason.LENGTH)
+        assert client.finish is EndReason.LENGTH
+        assert len(it.recorder.outcomes) == num_told
+        it.assert_empty()
+
+
+@in_loop
+async def test_workers_say_what_ends_an_output():
+    async with world() as it:
+        assert it.dispatcher.status().eos_token_ids == frozenset()
+        await it.hear("decode-0", hello("decode-0", eos_token_ids=(2, 0)))
+        assert it.dispatcher.status().eos_token_ids == {0, 2}
+
+
 @in_loop
 async def test_a_broken_observer_costs_nobody_a_request(monkeypatch):
     async with world(*BOTH) as it:

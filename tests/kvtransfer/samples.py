@@ -103,6 +103,7 @@ FROM_WORKER = (
         "tcp://127.0.0.1:9",
         shares_prefixes=False,
         can_switch=True,
+        eos_token_ids=(0, 2),
     ),
     Heartbeat(
         "g2",

@@ -34,6 +34,7 @@ HAVE_DEFAULTS = {
     ("Hello", "introduction"),
     ("Hello", "shares_prefixes"),
     ("Hello", "can_switch"),
+    ("Hello", "eos_token_ids"),
     ("Heartbeat", "draining"),
     *((kind, name) for kind in ("PrefillRequest", "DecodeRequest") for name in ("sequence", "siblings")),
     ("Cancel", "sequence"),
