@@ -15,6 +15,8 @@ NTH = 3
 """The fault comes with the third request of six that reaches the event: some are past it, some before."""
 LOCAL_ONLY = frozenset({(DECODE, LifetimeEvent.FIRST_TOKEN)})
 """Reached only where decode computes the prompt itself; all others where it does not."""
+OFFLINE = REPOSITORY / "engine" / "local_scheduler.py"
+"""No worker runs it."""
 _RECORDS = re.compile(r"\brecord\(\s*LifetimeEvent\.(\w+)")
 _DEATH_NOTICES = {
     FaultAction.DIE: "this worker's engine failed",
@@ -63,7 +65,7 @@ class FaultCase:
 def events_recorded_in(*packages: str) -> frozenset[LifetimeEvent]:
     """The events that the source of these packages records."""
     files = [path for package in packages for path in sorted((REPOSITORY / package).glob("*.py"))]
-    return frozenset(LifetimeEvent[name] for path in files for name in _recorded(path))
+    return frozenset(LifetimeEvent[name] for path in files if path != OFFLINE for name in _recorded(path))
 
 
 def _recorded(path: Path) -> list[str]:
