@@ -27,6 +27,8 @@ PREFILL, DECODE = "prefill", "decode"
 SWITCHED_WITHIN_S = 30.0
 LONG_PROMPT = [10 + i % 200 for i in range(3000)]
 STORY = {"max_tokens": 3000, "ignore_eos": True, "temperature": 0.8, "seed": 11}
+GREEDY_STORY = {"max_tokens": 3000, "ignore_eos": True, "temperature": 0}
+"""For KV that is computed again in another batch: of thousands of draws one may fall on an edge that has moved."""
 
 
 class Switchable:
@@ -291,9 +293,9 @@ def two_of_decode(tiny_model, tmp_path):
 def test_signals_and_deaths_amid_a_switch(two_of_decode):
     """SIGTERM makes a shutdown of it, in time and with 0; a killed worker is resumed from as ever."""
     cluster = two_of_decode
-    undisturbed = stream(cluster.http, PROMPT, **STORY)
+    undisturbed = stream(cluster.http, PROMPT, **GREEDY_STORY)
     cluster.wait_empty()
-    with Streaming(cluster, **STORY) as streaming:
+    with Streaming(cluster, **GREEDY_STORY) as streaming:
         busy = cluster.busy()
         assert cluster.order(busy, PREFILL, timeout_s=1000).status_code == 202
         cluster.workers[busy].send(signal.SIGTERM)
@@ -303,7 +305,7 @@ def test_signals_and_deaths_amid_a_switch(two_of_decode):
     cluster.start(busy, DECODE)
     cluster.wait(busy, DECODE, within_s=READY_WITHIN_S)
     cluster.wait_empty()
-    with Streaming(cluster, **STORY) as streaming:
+    with Streaming(cluster, **GREEDY_STORY) as streaming:
         busy = cluster.busy()
         assert cluster.order(busy, PREFILL, timeout_s=1000).status_code == 202
         cluster.workers[busy].send(signal.SIGKILL)
