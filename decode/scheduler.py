@@ -24,17 +24,12 @@ other keeps for somebody else.
 """
 
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from engine.block_pool import BlockPool
-from engine.growing_book import GrowingBook
-from engine.request import Drawn, Outgoing, Request, RequestState, ScheduledRow, with_followers
-from engine.request_book import QueueRules
-from engine.stopping import finish_reason
-from engine.swap_space import SwapSpace
+from engine.growing_book import GrowingBook, GrowingJob
+from engine.request import Drawn, RequestState, ScheduledRow
 from kvtransfer.incoming import KvOffered, PeerId, ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput
+from kvtransfer.messages import EndReason, LifetimeEvent, RequestKey
 
 
 @dataclass(frozen=True)
@@ -53,21 +48,19 @@ class DecodeLimits:
 
 
 @dataclass(eq=False, kw_only=True)
-class DecodeJob(Request):
-    """A request with where its KV comes from (None: computed here). `num_reported`: output tokens that the gateway was
-    told of."""
+class DecodeJob(GrowingJob):
+    """A request with where its KV comes from (None: computed here)."""
 
     peer: PeerId | None
-    num_reported: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.num_reported = self.num_resumed
+    @property
+    def is_local(self) -> bool:
+        return self.peer is None
 
     @property
     def scores_prompt(self) -> bool:
         """Only if its prompt is computed here to begin with: else prefill has told it all."""
-        return self.peer is None and super().scores_prompt
+        return self.is_local and super().scores_prompt
 
 
 @dataclass(frozen=True)
@@ -95,24 +88,9 @@ class CloseReception:
 ReceptionCommand = ExpectOffer | GrantKv | CloseReception
 
 
-class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
-    """Owns all requests of a decode worker. What it decides is drained by `take_outputs` and `take_commands`."""
-
-    def __init__(
-        self,
-        pool: BlockPool,
-        rules: QueueRules,
-        limits: DecodeLimits,
-        eos_token_ids: AbstractSet[int],
-        swap: SwapSpace | None = None,
-    ) -> None:
-        super().__init__(pool, rules, swap)
-        self._limits = limits
-        self._eos_token_ids = eos_token_ids
-
-    @property
-    def max_members(self) -> int:
-        return self._limits.max_num_seqs
+class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand, DecodeLimits]):
+    """Owns all requests of a decode worker. What it decides is drained by `take_outputs` and `take_commands`. The first
+    token is said again: prefill's word may have been lost with it."""
 
     def offered(self, event: KvOffered, now: float) -> None:
         """Prefill holds blocks for the request; said once."""
@@ -153,8 +131,8 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
 
     def _expire_unoffered(self, request: DecodeJob, now: float) -> None:
         waited = now - request.events[LifetimeEvent.RECEIVED]
-        limit = self._limits.queue_timeout if request.peer is None else self._limits.offer_timeout
-        if waited > limit and request.peer is None:
+        limit = self._limits.queue_timeout if request.is_local else self._limits.offer_timeout
+        if waited > limit and request.is_local:
             self._end(request, EndReason.OVERLOADED, now, f"no room in the KV pool for {limit:g} s")
         elif waited > limit:
             self._end(request, EndReason.FAILED, now, f"the prefill worker has not offered the KV for {limit:g} s")
@@ -169,12 +147,8 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
     def schedule(self, now: float) -> list[ScheduledRow]:
         """The next step's rows; empty if there is nothing to do."""
         self._readmit()
-        limits, tokens = self._limits, self._token_rows()
-        chunks = self._chunk_rows(limits.max_num_prefill_tokens, limits.max_num_partial_prefills)
-        rows = with_followers([*tokens, *chunks])
-        for row in rows:
-            row.request.record(LifetimeEvent.RUNNING, now)
-        return rows
+        limits = self._limits
+        return self._step_rows(limits.max_num_prefill_tokens, limits.max_num_partial_prefills, now)
 
     def _sampled(self, request: DecodeJob, drawn: Mapping[RequestKey, Drawn], now: float) -> None:
         for member in (request, *self._fork(request)):
@@ -205,9 +179,9 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
 
     def _append(self, request: DecodeJob, drawn: Drawn, now: float) -> None:
         request.append(drawn)
-        if request.peer is None:
+        if request.is_local:
             request.record(LifetimeEvent.FIRST_TOKEN, now)
-        reason = finish_reason(request, self._eos_token_ids, self._limits.max_model_len)
+        reason = self._finish_reason(request)
         if reason is not None:
             self._end(request, reason, now)
 
@@ -218,19 +192,19 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
             if self._preempted or num_running > self._limits.max_num_seqs or not self._admit(request):
                 return
             request.record(LifetimeEvent.RESERVED, now)
-            if request.peer is None:
+            if request.is_local:
                 self._run(request)
             else:
                 request.move(RequestState.RECEIVING)
                 self._commands.append(GrantKv(request))
-            for member in (request, *request.followers):
+            for member in (request, *self._followers_of(request)):
                 if not member.is_over:
-                    self._say(self._requests[member.key], None)
+                    self._say(member, None)
 
     def _admit(self, request: DecodeJob) -> bool:
         """Gives a waiting request its blocks, if they are to be had. What computes here computes one token at least."""
         num_tokens = request.num_prefill
-        cached = self._cached_blocks(request, num_tokens - 1 if request.peer is None else num_tokens)
+        cached = self._cached_blocks(request, num_tokens - 1 if request.is_local else num_tokens)
         if not self._fits(request, num_tokens, cached):
             return False
         self._waiting.remove(request)
@@ -240,7 +214,7 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
     # --- queue, end, word
 
     def _queued(self, request: DecodeJob, now: float) -> None:
-        if request.peer is None:
+        if request.is_local:
             self._reserve(now)
             return
         request.lent = True
@@ -258,24 +232,7 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand]):
     def _stop_transfer(self, request: DecodeJob, reason: EndReason, message: str) -> ReceptionCommand:
         return CloseReception(request.key, message or reason.value)
 
-    def _say(self, request: DecodeJob, end: RequestEnd | None) -> None:
-        """Tells the gateway what is new. The first token is said again: prefill's word may have been lost with it."""
-        start, request.num_reported = request.num_reported, len(request.output_token_ids)
-        token_ids = tuple(request.output_token_ids[start:])
-        logprobs, request.logprobs = tuple(request.logprobs), []
-        output = RequestOutput(
-            request_id=request.spec.request_id,
-            attempt=request.spec.attempt,
-            start=start,
-            token_ids=token_ids,
-            end=end,
-            num_cached=request.num_cached if request.peer is None else 0,
-            events=request.readings() if end is not None or not token_ids else {},
-            logprobs=logprobs,
-        )
-        self._outputs.append(Outgoing(request.gateway, output))
-
 
 def _may_have_room(request: DecodeJob) -> bool:
     """Whether it waits for nothing but room."""
-    return request.state is RequestState.OFFERED or (request.peer is None and request.state is RequestState.WAITING)
+    return request.state is RequestState.OFFERED or (request.is_local and request.state is RequestState.WAITING)

@@ -23,25 +23,54 @@ first (copy on write); who owns it alone by then writes in place:
 """
 
 import bisect
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from msgspec import structs
 
 from engine.block_pool import BlockPool, blocks_for
 from engine.chunk_budget import share_in_order
-from engine.request import RequestState, ScheduledRow
-from engine.request_book import Command, Job, QueueRules, RequestBook
+from engine.request import Outgoing, Request, RequestState, ScheduledRow, with_followers
+from engine.request_book import Command, Limits, QueueRules, RequestBook
 from engine.swap_space import SwapSpace
-from kvtransfer.messages import Load, SwapLoad
+from kvtransfer.messages import LifetimeEvent, Load, RequestEnd, RequestOutput, SwapLoad
 
 
-class GrowingBook(RequestBook[Job, Command]):
+@dataclass(eq=False)
+class GrowingJob(Request):
+    """A request that generates. `num_reported`: output tokens that its owner was told of."""
+
+    num_reported: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.num_reported = self.num_resumed
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its prompt is computed here, too."""
+        return True
+
+
+Grower = TypeVar("Grower", bound=GrowingJob)
+
+
+class GrowingBook(RequestBook[Grower, Command, Limits]):
     """A RequestBook whose running requests grow, and lose their blocks to each other."""
 
-    def __init__(self, pool: BlockPool, rules: QueueRules, swap: SwapSpace | None = None) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        rules: QueueRules,
+        limits: Limits,
+        eos_token_ids: AbstractSet[int],
+        swap: SwapSpace | None = None,
+    ) -> None:
         """`swap`: where preempted requests leave their KV; without it all of them are computed again."""
-        super().__init__(pool, rules)
+        super().__init__(pool, rules, limits, eos_token_ids)
         self._swap = swap
-        self._preempted: list[Job] = []  # in the order of their places
+        self._preempted: list[Grower] = []  # in the order of their places
         self._copies: dict[int, int] = {}
         self._num_preemptions = 0
 
@@ -66,6 +95,14 @@ class GrowingBook(RequestBook[Job, Command]):
 
     # --- rows
 
+    def _step_rows(self, budget: int, max_partial: int, now: float) -> list[ScheduledRow]:
+        """The next step's rows, of what has been admitted; `budget` and `max_partial` as in `_chunk_rows`."""
+        tokens = self._token_rows()  # first: they may take blocks from those that would get chunks
+        rows = with_followers([*tokens, *self._chunk_rows(budget, max_partial)])
+        for row in rows:
+            row.request.record(LifetimeEvent.RUNNING, now)
+        return rows
+
     def _token_rows(self) -> list[ScheduledRow]:
         """One token of each request that has the KV of all others, and a block for this one."""
         rows = []
@@ -84,14 +121,14 @@ class GrowingBook(RequestBook[Job, Command]):
 
     # --- blocks
 
-    def _fits(self, request: Job, num_tokens: int, cached: list[int]) -> bool:
+    def _fits(self, request: Grower, num_tokens: int, cached: list[int]) -> bool:
         """Whether `num_tokens` fit with one block to spare for each that holds blocks, and for each follower: they
         grow, and who comes in without that is the first to lose its own to them. Alone, all of the pool will do."""
         size = self._pool.block_size
         wanted = blocks_for(num_tokens, size) + self.num_running + request.num_members - 1
         return self._pool.can_fit(min(wanted, self._pool.num_blocks) * size, shared=cached)
 
-    def _grow(self, request: Job) -> bool:
+    def _grow(self, request: Grower) -> bool:
         """Whether the request has a block for its next token now; one behind it in the order may have lost its own."""
         while not self._may_write(request):
             if self._pool.num_free:
@@ -102,12 +139,12 @@ class GrowingBook(RequestBook[Job, Command]):
                 self._preempt(self._running[-1])
         return True
 
-    def _may_write(self, request: Job) -> bool:
+    def _may_write(self, request: Grower) -> bool:
         """Whether its next token's KV has a place that is nobody else's."""
         index = (request.num_tokens - 1) // self._pool.block_size
         return index < len(request.block_ids) and not self._pool.is_shared(request.block_ids[index])
 
-    def _give_block(self, request: Job) -> None:
+    def _give_block(self, request: Grower) -> None:
         """One more at the end, or a copy of the last one in its place, if others have that too."""
         [fresh] = self._pool.allocate(1, owner=request.key)
         if request.num_tokens > len(request.block_ids) * self._pool.block_size:
@@ -118,9 +155,9 @@ class GrowingBook(RequestBook[Job, Command]):
         request.block_ids[-1] = fresh
         self._pool.free([shared], owner=request.key)
 
-    def _fork(self, request: Job) -> list[Job]:
+    def _fork(self, request: Grower) -> list[Grower]:
         """The first tokens are drawn: each follower becomes a request of its own on the leader's blocks."""
-        followers = [self._requests[follower.key] for follower in request.followers]
+        followers = self._followers_of(request)
         for follower in followers:
             self._pool.share(request.block_ids, owner=follower.key)
             follower.block_ids = list(request.block_ids)
@@ -131,9 +168,9 @@ class GrowingBook(RequestBook[Job, Command]):
                 self._names[follower.key] = names.copy()
         return followers
 
-    def _preempt(self, request: Job) -> None:
-        for block_id in request.block_ids:
-            self._copies.pop(block_id, None)
+    def _preempt(self, request: Grower) -> None:
+        unfilled = self._copies.keys() & request.block_ids  # who has a row in this step stands before all victims
+        assert not unfilled, f"{request.key} loses blocks {unfilled}, which are still to be filled for it"
         self._running.remove(request)
         if self._swap is not None and request.num_computed:
             self._moves += self._swap.save(request.key, request.block_ids, request.num_computed)
@@ -155,19 +192,38 @@ class GrowingBook(RequestBook[Job, Command]):
             self._restore(request)
             self._run(request)
 
-    def _restore(self, request: Job) -> None:
+    def _restore(self, request: Grower) -> None:
         """Brings back what the swap space has of a request, behind what was found in the prefix cache."""
         if self._swap is not None:
             num_tokens, moves = self._swap.restore(request.key, request.block_ids, request.num_computed)
             self._moves += moves
             self._computed(request, num_tokens)
 
-    def _unlist(self, request: Job) -> None:
+    # --- ends, word
+
+    def _say(self, request: Grower, end: RequestEnd | None) -> None:
+        """Tells the owner what is new."""
+        start, request.num_reported = request.num_reported, len(request.output_token_ids)
+        token_ids = tuple(request.output_token_ids[start:])
+        logprobs, request.logprobs = tuple(request.logprobs), []
+        output = RequestOutput(
+            request_id=request.spec.request_id,
+            attempt=request.spec.attempt,
+            start=start,
+            token_ids=token_ids,
+            end=end,
+            num_cached=request.num_cached if request.is_local else 0,
+            events=request.readings() if end is not None or not token_ids else {},
+            logprobs=logprobs,
+        )
+        self._outputs.append(Outgoing(request.gateway, output))
+
+    def _unlist(self, request: Grower) -> None:
         if request.state is RequestState.PREEMPTED:
             self._preempted.remove(request)
         super()._unlist(request)
 
-    def _release(self, request: Job, now: float) -> None:
+    def _release(self, request: Grower, now: float) -> None:
         if self._swap is not None:
             self._swap.drop(request.key)
         super()._release(request, now)

@@ -6,7 +6,8 @@ from typing import NoReturn
 
 from engine.admission import check_spec
 from engine.assembly import Engine
-from engine.local_scheduler import LocalJob, LocalScheduler
+from engine.growing_book import GrowingJob
+from engine.local_scheduler import LocalScheduler
 from engine.request import ScheduledRow, StepResult
 from engine.role import EngineRole
 from kvtransfer.messages import KvTraffic, RequestOutput, RequestSpec
@@ -15,7 +16,7 @@ OWNER = "local"
 """Stands where a worker names the gateway that a request is of."""
 
 
-class LocalRole(EngineRole[LocalJob, NoReturn]):
+class LocalRole(EngineRole[GrowingJob, NoReturn]):
     """What `engine.offline` drives; not safe to use from several threads."""
 
     def __init__(self, engine: Engine, scheduler: LocalScheduler, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,7 +39,7 @@ class LocalRole(EngineRole[LocalJob, NoReturn]):
 
     def add(self, spec: RequestSpec) -> None:
         """Queues a request that has passed `check`."""
-        self._scheduler.add(LocalJob(spec, OWNER), self._clock())
+        self._scheduler.add(GrowingJob(spec, OWNER), self._clock())
 
     def end_early(self, request_id: str) -> None:
         """The rest of the request's output is not wanted; nothing if it has ended."""

@@ -12,16 +12,12 @@ The life of a request here:
 """
 
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 
-from engine.block_pool import BlockPool
-from engine.growing_book import GrowingBook
-from engine.request import Drawn, Outgoing, Request, ScheduledRow
-from engine.request_book import QueueRules
-from engine.stopping import finish_reason
-from kvtransfer.messages import EndReason, LifetimeEvent, RequestEnd, RequestKey, RequestOutput
+from engine.growing_book import GrowingBook, GrowingJob
+from engine.request import Drawn, ScheduledRow
+from kvtransfer.messages import EndReason, LifetimeEvent, RequestKey
 
 
 @dataclass(frozen=True)
@@ -33,27 +29,8 @@ class LocalLimits:
     max_model_len: int
 
 
-@dataclass(eq=False)
-class LocalJob(Request):
-    """A request that nobody else has a part in. `num_reported`: output tokens that its owner was told of."""
-
-    num_reported: int = field(init=False, default=0)
-
-
-class LocalScheduler(GrowingBook[LocalJob, NoReturn]):
+class LocalScheduler(GrowingBook[GrowingJob, NoReturn, LocalLimits]):
     """Owns all requests of one process. What they have to say is drained by `take_outputs`."""
-
-    def __init__(
-        self, pool: BlockPool, rules: QueueRules, limits: LocalLimits, eos_token_ids: AbstractSet[int]
-    ) -> None:
-        super().__init__(pool, rules)
-        self._limits = limits
-        self._eos_token_ids = eos_token_ids
-
-    @property
-    def max_members(self) -> int:
-        """Groups do not come here: each prompt has one output."""
-        return 1
 
     def expire(self, now: float) -> None:
         """Nobody waits for another process, and for room as long as it takes."""
@@ -62,15 +39,12 @@ class LocalScheduler(GrowingBook[LocalJob, NoReturn]):
         """The next step's rows; empty if there is nothing to do."""
         self._readmit()
         self._admit_in_order(now)
-        rows = [*self._token_rows(), *self._chunk_rows(self._limits.max_num_prefill_tokens, max_partial=1)]
-        for row in rows:
-            row.request.record(LifetimeEvent.RUNNING, now)
-        return rows
+        return self._step_rows(self._limits.max_num_prefill_tokens, 1, now)
 
-    def _sampled(self, request: LocalJob, drawn: Mapping[RequestKey, Drawn], now: float) -> None:
+    def _sampled(self, request: GrowingJob, drawn: Mapping[RequestKey, Drawn], now: float) -> None:
         request.append(drawn[request.key])
         request.record(LifetimeEvent.FIRST_TOKEN, now)
-        reason = finish_reason(request, self._eos_token_ids, self._limits.max_model_len)
+        reason = self._finish_reason(request)
         if reason is None:
             self._say(request, None)
         else:
@@ -88,17 +62,5 @@ class LocalScheduler(GrowingBook[LocalJob, NoReturn]):
             request.record(LifetimeEvent.RESERVED, now)
             self._run(request)
 
-    def _stop_transfer(self, request: LocalJob, reason: EndReason, message: str) -> NoReturn:
+    def _stop_transfer(self, request: GrowingJob, reason: EndReason, message: str) -> NoReturn:
         raise AssertionError(f"{request.key} is lent to a transfer, and there is none")
-
-    def _say(self, request: LocalJob, end: RequestEnd | None) -> None:
-        start, request.num_reported = request.num_reported, len(request.output_token_ids)
-        output = RequestOutput(
-            request_id=request.spec.request_id,
-            attempt=request.spec.attempt,
-            start=start,
-            token_ids=tuple(request.output_token_ids[start:]),
-            end=end,
-            num_cached=request.num_cached,
-        )
-        self._outputs.append(Outgoing(request.gateway, output))

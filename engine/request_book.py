@@ -12,13 +12,15 @@ for the gateways, `take_commands` for the thread that moves KV, `take_moves` for
 import abc
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from engine.block_moves import BlockMove
 from engine.block_pool import BlockPool
 from engine.prefix_hash import BlockNames
 from engine.request import Drawn, Outgoing, Request, RequestState, RowLogprobs, ScheduledRow, StepResult
+from engine.stopping import finish_reason
 from kvtransfer.messages import (
     MAX_TEXT_CHARS,
     EndReason,
@@ -31,8 +33,20 @@ from kvtransfer.messages import (
     TokenLogprob,
 )
 
+
+class BookLimits(Protocol):
+    """What every scheduler is bound by: requests that hold blocks at once, tokens a request."""
+
+    @property
+    def max_num_seqs(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+
 Job = TypeVar("Job", bound=Request)
 Command = TypeVar("Command")
+Limits = TypeVar("Limits", bound=BookLimits)
 Place = tuple[int, int]
 """Where a request stands among others: the smaller, the sooner."""
 
@@ -46,12 +60,14 @@ class QueueRules:
     by_priority: bool = False
 
 
-class RequestBook(abc.ABC, Generic[Job, Command]):
+class RequestBook(abc.ABC, Generic[Job, Command, Limits]):
     """All requests of a worker. Subclasses say when a request gets blocks, and what a step computes."""
 
-    def __init__(self, pool: BlockPool, rules: QueueRules) -> None:
+    def __init__(self, pool: BlockPool, rules: QueueRules, limits: Limits, eos_token_ids: AbstractSet[int]) -> None:
         self._pool = pool
         self._rules = rules
+        self._limits = limits
+        self._eos_token_ids = eos_token_ids
         self._requests: dict[RequestKey, Job] = {}
         self._waiting: list[Job] = []  # both in the order of their places
         self._running: list[Job] = []
@@ -76,9 +92,9 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
         return sum(request.num_members for request in self._waiting)
 
     @property
-    @abc.abstractmethod
     def max_members(self) -> int:
         """Most choices of one group."""
+        return self._limits.max_num_seqs
 
     @property
     def num_running(self) -> int:
@@ -211,11 +227,18 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
     def _say(self, request: Job, end: RequestEnd | None) -> None:
         """Adds to the outputs what is new of a request."""
 
+    def _finish_reason(self, request: Job) -> EndReason | None:
+        """Why it ends with the token that it has just got, if it does."""
+        return finish_reason(request, self._eos_token_ids, self._limits.max_model_len)
+
     # --- order and blocks
 
     def _place(self, request: Job) -> Place:
         priority = request.spec.priority if self._rules.by_priority else 0
         return (priority, request.arrival)
+
+    def _followers_of(self, request: Job) -> list[Job]:
+        return [self._requests[follower.key] for follower in request.followers]
 
     def _run(self, request: Job) -> None:
         """Takes part in steps from now on."""
@@ -310,8 +333,8 @@ class RequestBook(abc.ABC, Generic[Job, Command]):
     def _end(self, request: Job, reason: EndReason, now: float, message: str = "") -> None:
         """Ends a request and all that follow it. Blocks on loan come back later, the others now."""
         self._unlist(request)
-        for follower in list(request.followers):
-            self._end(self._requests[follower.key], reason, now, message)
+        for follower in self._followers_of(request):
+            self._end(follower, reason, now, message)
         self._say_end(request, reason, now, message)
         request.part()
         if request.lent:

@@ -3,7 +3,7 @@
 import abc
 import time
 from collections.abc import Callable, Container, Sequence
-from typing import Generic
+from typing import Any, Generic
 
 import msgspec
 
@@ -39,7 +39,7 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
     def __init__(
         self,
         engine: Engine,
-        book: RequestBook[Job, Command],
+        book: RequestBook[Job, Command, Any],
         *,
         holds_output: bool,
         clock: Callable[[], float] = time.monotonic,

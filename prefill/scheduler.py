@@ -26,13 +26,10 @@ the oldest goes to the oldest that is begun, until a place is free: the oldest o
 """
 
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from engine.block_pool import BlockPool
 from engine.request import Drawn, Outgoing, Request, RequestState, ScheduledRow, with_followers
-from engine.request_book import QueueRules, RequestBook
-from engine.stopping import finish_reason
+from engine.request_book import RequestBook
 from kvtransfer.messages import (
     DecodeTarget,
     EndReason,
@@ -104,19 +101,8 @@ class AbortTransfer:
 TransferCommand = OpenTransfer | SendFirstToken | AbortTransfer
 
 
-class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
+class PrefillScheduler(RequestBook[PrefillJob, TransferCommand, PrefillLimits]):
     """Owns all requests of a prefill worker. What it decides is drained by `take_outputs` and `take_commands`."""
-
-    def __init__(
-        self, pool: BlockPool, rules: QueueRules, limits: PrefillLimits, eos_token_ids: AbstractSet[int]
-    ) -> None:
-        super().__init__(pool, rules)
-        self._limits = limits
-        self._eos_token_ids = eos_token_ids
-
-    @property
-    def max_members(self) -> int:
-        return self._limits.max_num_seqs
 
     def transfer_ended(self, event: TransferEnded, now: float) -> None:
         """The sender will not touch the request's blocks again."""
@@ -173,7 +159,7 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
     def _sampled(self, request: PrefillJob, drawn: Mapping[RequestKey, Drawn], now: float) -> None:
         """The first new tokens, and the only ones here. Each choice says its own; what any of them needs of it, decode
         hears behind the KV."""
-        followers = [self._requests[follower.key] for follower in request.followers]
+        followers = self._followers_of(request)
         for member in (request, *followers):
             if not member.is_over:
                 self._first_token(member, drawn[member.key], now)
@@ -189,7 +175,7 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand]):
     def _first_token(self, request: PrefillJob, drawn: Drawn, now: float) -> None:
         request.append(drawn)
         request.record(LifetimeEvent.FIRST_TOKEN, now)
-        reason = finish_reason(request, self._eos_token_ids, self._limits.max_model_len)
+        reason = self._finish_reason(request)
         if reason is None and request.target is None:
             reason = EndReason.LENGTH  # prefill alone goes no further
         if reason is None:

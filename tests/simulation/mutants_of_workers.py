@@ -301,7 +301,7 @@ IN_DECODE = (
     Mutation(
         "skip-a-word",
         "a token is generated and not said",
-        "decode.scheduler:DecodeScheduler._say",
+        "engine.growing_book:GrowingBook._say",
         "start=start,",
         "start=start + (start > 2),",
     ),
