@@ -27,9 +27,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.growing_book import GrowingBook, GrowingJob
-from engine.request import Drawn, RequestState, ScheduledRow
+from engine.request import RequestState, ScheduledRow
 from kvtransfer.incoming import KvOffered, PeerId, ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import EndReason, LifetimeEvent, RequestKey
+from kvtransfer.messages import Drawn, EndReason, LifetimeEvent, RequestKey
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,7 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand, DecodeLimits]):
         else:
             if event.first_frame_at is not None:
                 request.record(LifetimeEvent.FIRST_FRAME, event.first_frame_at)
-            siblings = {
-                (name, request.spec.attempt): Drawn(token_id, event.sibling_logprobs.get(name))
-                for name, token_id in event.sibling_tokens.items()
-            }
+            siblings = {(name, request.spec.attempt): drawn for name, drawn in event.siblings.items()}
             first = Drawn(event.first_token_id, event.first_logprob)
             self._start_running(request, {**siblings, request.key: first}, now)
 

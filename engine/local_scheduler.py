@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from engine.growing_book import GrowingBook, GrowingJob
-from engine.request import Drawn, ScheduledRow
-from kvtransfer.messages import EndReason, LifetimeEvent, RequestKey
+from engine.request import ScheduledRow
+from kvtransfer.messages import Drawn, EndReason, LifetimeEvent, RequestKey
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,17 @@ waits for it any more; then it goes on as their carrier, without another word.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
 
 from kvtransfer.faults import Witness, unwatched
-from kvtransfer.messages import LifetimeEvent, RequestKey, RequestOutput, RequestSpec, SamplingParams, TokenLogprob
+from kvtransfer.messages import (
+    Drawn,
+    LifetimeEvent,
+    RequestKey,
+    RequestOutput,
+    RequestSpec,
+    SamplingParams,
+    TokenLogprob,
+)
 
 
 class RequestState(Enum):
@@ -182,7 +189,7 @@ class Request:
         that is found somewhere brings no logits."""
         return self.sampling.num_prompt_logprobs is not None and self.num_scored < self.num_prompt - 1
 
-    def append(self, drawn: "Drawn") -> None:
+    def append(self, drawn: Drawn) -> None:
         """The next output token. Its log probability is kept if the request asks for it."""
         self.output_token_ids.append(drawn.token_id)
         if drawn.logprob is not None and self.sampling.num_logprobs is not None:
@@ -247,13 +254,6 @@ class ScheduledRow:
             return range(0)
         assert self.start <= request.num_scored, f"{request.key}: from {self.start}, scored are {request.num_scored}"
         return range(request.num_scored, max(request.num_scored, min(self.stop, request.num_prompt - 1)))
-
-
-class Drawn(NamedTuple):
-    """A sampled token, and how likely it was, if somebody asks."""
-
-    token_id: int
-    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from typing import Generic, Protocol, TypeVar
 from engine.block_moves import BlockMove
 from engine.block_pool import BlockPool
 from engine.prefix_hash import BlockNames
-from engine.request import Drawn, Outgoing, Request, RequestState, RowLogprobs, ScheduledRow, StepResult
+from engine.request import Outgoing, Request, RequestState, RowLogprobs, ScheduledRow, StepResult
 from engine.stopping import finish_reason
 from kvtransfer.messages import (
     MAX_TEXT_CHARS,
+    Drawn,
     EndReason,
     LifetimeEvent,
     Load,

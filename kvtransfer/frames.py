@@ -94,6 +94,5 @@ def first_token_of(transfer: OutgoingTransfer, token_id: int) -> KvFirstToken:
         sent_bytes=transfer.sent_bytes,
         num_resends=transfer.num_resends,
         logprob=transfer.first_logprob,
-        sibling_tokens=dict(transfer.sibling_tokens),
-        sibling_logprobs=dict(transfer.sibling_logprobs),
+        siblings=dict(transfer.siblings),
     )

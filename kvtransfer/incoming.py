@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtransfer.errors import ProtocolError
-from kvtransfer.messages import RequestKey, TokenLogprob
+from kvtransfer.messages import Drawn, RequestKey, TokenLogprob
 from kvtransfer.stream import IncomingStream
 
 PeerId = tuple[str, str]
@@ -48,17 +48,15 @@ class KvOffered:
 @dataclass(frozen=True)
 class ReceptionEnded:
     """The receiver will not touch the request's blocks again. `first_token_id` is set if the outcome is ARRIVED, and
-    `first_logprob` if prefill has said it; then `sibling_tokens` and `sibling_logprobs` are those of the other choices,
-    by request id."""
+    `first_logprob` if prefill has said it; then `siblings` are those of the other choices, by request id."""
 
     key: RequestKey
     outcome: ReceptionOutcome
     first_token_id: int | None = None
     first_frame_at: float | None = None  # monotonic seconds
     reason: str = ""
-    sibling_tokens: Mapping[str, int] = field(default_factory=dict)
+    siblings: Mapping[str, Drawn] = field(default_factory=dict)
     first_logprob: TokenLogprob | None = None
-    sibling_logprobs: Mapping[str, TokenLogprob] = field(default_factory=dict)
 
 
 @dataclass
@@ -106,27 +104,25 @@ class IncomingTransfer:
     def first_token_id(self) -> int:
         """The first token, once it has arrived. Raises ProtocolError if streams disagree about it."""
         said = {stream.first_token_id for stream in self.streams.values()}
-        also_said = {tuple(sorted(stream.sibling_tokens.items())) for stream in self.streams.values()}
+        also_said = {
+            tuple(sorted((name, drawn.token_id) for name, drawn in stream.siblings.items()))
+            for stream in self.streams.values()
+        }
         token_id = said.pop()
         if said or token_id is None or len(also_said) > 1:
             raise ProtocolError(f"links of {self.peer[0]} disagree about the first token of {self.key}")
         return token_id
 
     @property
-    def sibling_tokens(self) -> Mapping[str, int]:
+    def siblings(self) -> Mapping[str, Drawn]:
         """The first tokens of the other choices, once they have arrived, by request id."""
-        return next(iter(self.streams.values())).sibling_tokens
+        return next(iter(self.streams.values())).siblings
 
     @property
     def first_logprob(self) -> TokenLogprob | None:
         """The first token's, from whichever stream has said it."""
         said = (stream.first_logprob for stream in self.streams.values())
         return next((logprob for logprob in said if logprob is not None), None)
-
-    @property
-    def sibling_logprobs(self) -> Mapping[str, TokenLogprob]:
-        """Those of the other choices, from whichever stream has said them."""
-        return next((stream.sibling_logprobs for stream in self.streams.values() if stream.sibling_logprobs), {})
 
 
 def overlap(some: HeadRange, others: HeadRange) -> bool:

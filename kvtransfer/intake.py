@@ -77,7 +77,7 @@ class FrameIntake:
     def on_first_token(self, stream: IncomingStream, message: KvFirstToken) -> None:
         """Everything has been sent; whatever is not here was lost."""
         stream.first_token_id, stream.first_logprob = message.token_id, message.logprob
-        stream.sibling_tokens, stream.sibling_logprobs = message.sibling_tokens, message.sibling_logprobs
+        stream.siblings = message.siblings
         stream.settle(message.sent_bytes)
         self._ask_again(stream, stream.missing_layers(message.num_resends))
         if stream.uncredited_bytes:

@@ -324,6 +324,13 @@ class TokenLogprob(Part, frozen=True, array_like=True):
     top: Annotated[tuple[tuple[TokenId, Logprob], ...], msgspec.Meta(max_length=MAX_LOGPROBS)] = ()
 
 
+class Drawn(Part, frozen=True, array_like=True):
+    """A sampled token, and how likely it was, if its request asks for that."""
+
+    token_id: TokenId
+    logprob: TokenLogprob | None = None
+
+
 class PromptLogprobs(Part, frozen=True):
     """Of the prompt's tokens [start, start + len(tokens)), what was likely there. The first token has none."""
 
@@ -578,8 +585,8 @@ class KvHeader(Message, frozen=True):
 
 class KvFirstToken(Message, frozen=True):
     """Behind the last KV frame: the token that prefill sampled, with its log probability if the request asks for it.
-    Said again after each resend, and when the grant is repeated. `num_resends` as in KvOffer. `sibling_tokens`,
-    `sibling_logprobs`: of the other choices that take the same KV, by their request ids."""
+    Said again after each resend, and when the grant is repeated. `num_resends` as in KvOffer. `siblings`: those of the
+    other choices that take the same KV, by their request ids."""
 
     request_id: Name
     attempt: Attempt
@@ -587,8 +594,7 @@ class KvFirstToken(Message, frozen=True):
     sent_bytes: Count = 0
     num_resends: Count = 0
     logprob: TokenLogprob | None = None
-    sibling_tokens: Annotated[dict[Name, TokenId], msgspec.Meta(max_length=MAX_CHOICES - 1)] = {}
-    sibling_logprobs: Annotated[dict[Name, TokenLogprob], msgspec.Meta(max_length=MAX_CHOICES - 1)] = {}
+    siblings: Annotated[dict[Name, Drawn], msgspec.Meta(max_length=MAX_CHOICES - 1)] = {}
 
 
 class KvAbort(Message, frozen=True):

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvtransfer.errors import ProtocolError
-from kvtransfer.messages import RequestKey, TokenLogprob
+from kvtransfer.messages import Drawn, RequestKey, TokenLogprob
 
 
 class TransferOutcome(Enum):
@@ -67,8 +67,7 @@ class Piece(NamedTuple):
 @dataclass(slots=True)
 class OutgoingTransfer:
     """One transfer's books. `first_token_id` is set once prefill has sampled, and `first_logprob` if somebody asked for
-    it; they go out behind the last piece, with those of the other choices (`sibling_tokens`, `sibling_logprobs`, by
-    request id)."""
+    it; they go out behind the last piece, with those of the other choices (`siblings`, by request id)."""
 
     key: RequestKey
     num_tokens: int
@@ -85,8 +84,7 @@ class OutgoingTransfer:
     num_resends: int = 0  # number of the last KvResend that was heard
     first_token_id: int | None = None
     first_logprob: TokenLogprob | None = None
-    sibling_tokens: Mapping[str, int] = field(default_factory=dict)
-    sibling_logprobs: Mapping[str, TokenLogprob] = field(default_factory=dict)
+    siblings: Mapping[str, Drawn] = field(default_factory=dict)
     first_token_sent: bool = False
     heard_at: float | None = None  # when the receiver last spoke of it; None while prefill still computes
     ready_at: float | None = None  # seconds, monotonic, as those around

@@ -264,7 +264,7 @@ class ReceiveMachine:
             self._lose(transfer, error)
 
     def _on_first_token(self, transfer: IncomingTransfer, stream: IncomingStream, message: KvFirstToken) -> None:
-        for token_id in (message.token_id, *message.sibling_tokens.values()):
+        for token_id in (message.token_id, *(drawn.token_id for drawn in message.siblings.values())):
             if token_id >= self._vocab_size:
                 raise ProtocolError(f"first token {token_id} of {self._vocab_size}")
         self._intake.on_first_token(stream, message)
@@ -308,12 +308,7 @@ class ReceiveMachine:
             return
         ended = ReceptionEnded(key, outcome, first_token_id, first_frame_at, reason)
         if arrived is not None:
-            ended = replace(
-                ended,
-                sibling_tokens=arrived.sibling_tokens,
-                first_logprob=arrived.first_logprob,
-                sibling_logprobs=arrived.sibling_logprobs,
-            )
+            ended = replace(ended, siblings=arrived.siblings, first_logprob=arrived.first_logprob)
         self._report(ended)
 
     def _drop_peer(self, link: bytes, reason: str, now: float) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvtransfer.messages import DecodeTarget, RequestKey, TokenLogprob
+from kvtransfer.messages import DecodeTarget, Drawn, RequestKey, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class FirstToken:
     key: RequestKey
     token_id: int
     logprob: TokenLogprob | None = None
-    sibling_tokens: Mapping[str, int] = field(default_factory=dict)
-    sibling_logprobs: Mapping[str, TokenLogprob] = field(default_factory=dict)
+    siblings: Mapping[str, Drawn] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

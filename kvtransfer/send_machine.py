@@ -145,7 +145,7 @@ class SendMachine:
                 if transfer := self._book.find(first.key):
                     transfer.first_token_id, transfer.first_logprob = first.token_id, first.logprob
                     transfer.heard_at = now
-                    transfer.sibling_tokens, transfer.sibling_logprobs = first.sibling_tokens, first.sibling_logprobs
+                    transfer.siblings = first.siblings
             case Abort(key, reason, tell_peer):
                 self._give_up(key, TransferOutcome.ABORTED, reason, tell_peer=tell_peer)
 

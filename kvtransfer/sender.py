@@ -22,7 +22,7 @@ from kvtransfer.emulated_link import EmulatedLink, LinkSpec
 from kvtransfer.frames import PLAIN, FrameOptions
 from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import DecodeTarget, KvHello, KvTraffic, RequestKey, TokenLogprob
+from kvtransfer.messages import DecodeTarget, Drawn, KvHello, KvTraffic, RequestKey, TokenLogprob
 from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand, SenderTiming
 from kvtransfer.send_machine import MAX_PROBE_S, KvSource, SendMachine
 
@@ -81,11 +81,10 @@ class KvSender:
         key: RequestKey,
         token_id: int,
         logprob: TokenLogprob | None = None,
-        sibling_tokens: Mapping[str, int] | None = None,
-        sibling_logprobs: Mapping[str, TokenLogprob] | None = None,
+        siblings: Mapping[str, Drawn] | None = None,
     ) -> None:
         """The prompt is computed and its first token sampled; and that of each other choice, by request id."""
-        self._commands.put(FirstToken(key, token_id, logprob, sibling_tokens or {}, sibling_logprobs or {}))
+        self._commands.put(FirstToken(key, token_id, logprob, siblings or {}))
 
     def abort(self, key: RequestKey, reason: str, *, tell_peer: bool) -> None:
         """Gives a transfer up; answered by TransferEnded unless it has ended already."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtransfer.errors import ProtocolError
-from kvtransfer.messages import KvHeader, KvResend, RequestKey, TokenLogprob
+from kvtransfer.messages import Drawn, KvHeader, KvResend, RequestKey, TokenLogprob
 
 MAX_RESENDS_IN_VAIN = 16
 """Times a layer is asked for again without a single token of it arriving; then the transfer fails."""
@@ -56,8 +56,7 @@ class IncomingStream:
     credited_bytes: int = 0
     first_token_id: int | None = None
     first_logprob: TokenLogprob | None = None
-    sibling_tokens: Mapping[str, int] = field(default_factory=dict)
-    sibling_logprobs: Mapping[str, TokenLogprob] = field(default_factory=dict)
+    siblings: Mapping[str, Drawn] = field(default_factory=dict)
     num_resends: int = 0
     _layers: list[_Layer] = field(default_factory=list)
     _num_missing: int = 0  # tokens, over all layers

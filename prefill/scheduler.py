@@ -28,10 +28,11 @@ the oldest goes to the oldest that is begun, until a place is free: the oldest o
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.request import Drawn, Outgoing, Request, RequestState, ScheduledRow, with_followers
+from engine.request import Outgoing, Request, RequestState, ScheduledRow, with_followers
 from engine.request_book import RequestBook
 from kvtransfer.messages import (
     DecodeTarget,
+    Drawn,
     EndReason,
     LifetimeEvent,
     RequestEnd,
@@ -81,8 +82,7 @@ class SendFirstToken:
     key: RequestKey
     token_id: int
     logprob: TokenLogprob | None = None
-    sibling_tokens: Mapping[str, int] = field(default_factory=dict)
-    sibling_logprobs: Mapping[str, TokenLogprob] = field(default_factory=dict)
+    siblings: Mapping[str, Drawn] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,8 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand, PrefillLimits]):
             return  # it has ended, and all others with it
         self._running.remove(request)
         request.move(RequestState.HANDING_OVER)
-        siblings = {follower.spec.request_id: drawn[follower.key] for follower in followers}
-        tokens = {name: token.token_id for name, token in siblings.items()}
-        logprobs = {name: token.logprob for name, token in siblings.items() if token.logprob is not None}
-        self._commands.append(SendFirstToken(request.key, *drawn[request.key], tokens, logprobs))
+        own, siblings = drawn[request.key], {follower.spec.request_id: drawn[follower.key] for follower in followers}
+        self._commands.append(SendFirstToken(request.key, own.token_id, own.logprob, siblings))
 
     def _first_token(self, request: PrefillJob, drawn: Drawn, now: float) -> None:
         request.append(drawn)

@@ -119,7 +119,7 @@ class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
             case OpenTransfer(job):
                 assert job.target is not None, job.key
                 self._sender.open(job.key, job.target, job.num_prefill)
-            case SendFirstToken(key, token_id, logprob, sibling_tokens, sibling_logprobs):
-                self._sender.first_token(key, token_id, logprob, sibling_tokens, sibling_logprobs)
+            case SendFirstToken(key, token_id, logprob, siblings):
+                self._sender.first_token(key, token_id, logprob, siblings)
             case AbortTransfer(key, reason, tell_peer):
                 self._sender.abort(key, reason, tell_peer=tell_peer)

@@ -13,7 +13,7 @@ from engine.request import RequestState
 from engine.request_book import QueueRules
 from engine.swap_space import SwapSpace
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import DecodeTarget, EndReason, Load, RequestSpec
+from kvtransfer.messages import DecodeTarget, Drawn, EndReason, Load, RequestSpec
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 from prefill.scheduler import PrefillJob, PrefillLimits, PrefillScheduler
 
@@ -152,8 +152,8 @@ class TwoRoles:
         self._copy_kv(source, job, job.num_cached)
         prefill.transfer_ended(TransferEnded(source.key, TransferOutcome.DONE), 0.0)
         first = source.output_token_ids[-1]
-        siblings = {follower.spec.request_id: follower.output_token_ids[-1] for follower in followers}
-        arrived = ReceptionEnded(job.key, ReceptionOutcome.ARRIVED, first, sibling_tokens=siblings)
+        siblings = {follower.spec.request_id: Drawn(follower.output_token_ids[-1]) for follower in followers}
+        arrived = ReceptionEnded(job.key, ReceptionOutcome.ARRIVED, first, siblings=siblings)
         decode.reception_ended(arrived, 0.0)
 
     def _copy_kv(self, source: PrefillJob, target: DecodeJob, start: int = 0) -> None:

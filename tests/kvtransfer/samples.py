@@ -6,6 +6,7 @@ from kvtransfer.messages import (
     Cancel,
     DecodeRequest,
     DecodeTarget,
+    Drawn,
     EndReason,
     Fingerprint,
     GatewayBeat,
@@ -135,7 +136,7 @@ FROM_PREFILL = (
     KvHello(PROTOCOL_VERSION, "prefill-0", "g1", FINGERPRINT, LAYOUT, 1, 2),
     KvOffer("r", 0, 12, 256, 3),
     KvHeader("r", 0, 1, 2, 3, 0, 2, "float32", 192, 2, (1 << 32) - 1, 2),
-    KvFirstToken("r", 0, 99, 512, 3, LOGPROB, {"s": 98, "t": 0}, {"s": LOGPROB}),
+    KvFirstToken("r", 0, 99, 512, 3, LOGPROB, {"s": Drawn(98, LOGPROB), "t": Drawn(0)}),
     KvAbort("r", 0, "gone"),
 )
 FROM_DECODE = (

@@ -46,7 +46,7 @@ HAVE_DEFAULTS = {
     ("KvHello", "head_stop"),
     ("KvWelcome", "wire_dtypes"),
     *((kind, name) for kind in ("KvOffer", "KvFirstToken") for name in ("sent_bytes", "num_resends")),
-    *(("KvFirstToken", name) for name in ("logprob", "sibling_tokens", "sibling_logprobs")),
+    *(("KvFirstToken", name) for name in ("logprob", "siblings")),
     *(("KvHeader", name) for name in ("sent_bytes", "resend", "checksum", "num_layers")),
 }
 HEARTBEAT = FROM_WORKER[2]
@@ -184,10 +184,24 @@ def test_siblings_out_of_range_are_refused(siblings):
         decode_from_gateway(pack(tree(PREFILL_REQUEST) | {"siblings": siblings}))
 
 
-@pytest.mark.parametrize("tokens", [None, [1], {"a b": 1}, {"s": -1}, {1: 1}, {f"s{index}": 1 for index in range(128)}])
-def test_sibling_tokens_out_of_range_are_refused(tokens):
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        None,
+        [[1]],
+        {"a b": [1]},
+        {"s": [-1]},
+        {"s": []},
+        {"s": 1},
+        {"s": [1, [0.5, 1, []]]},
+        {1: [1]},
+        {f"s{index}": [1] for index in range(128)},
+    ],
+)
+def test_first_tokens_of_siblings_out_of_range_are_refused(tokens):
     with pytest.raises(MessageError):
-        decode_from_prefill(pack(tree(FROM_PREFILL[3]) | {"sibling_tokens": tokens}))
+        decode_from_prefill(pack(tree(FROM_PREFILL[3]) | {"siblings": tokens}))
+    decode_from_prefill(pack(tree(FROM_PREFILL[3]) | {"siblings": {f"s{index}": [1] for index in range(127)}}))
 
 
 @pytest.mark.parametrize(

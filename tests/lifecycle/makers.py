@@ -6,7 +6,7 @@ from engine.request import StepResult
 from engine.request_book import QueueRules
 from engine.swap_space import SwapSpace
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import DecodeTarget, RequestSpec, Sibling
+from kvtransfer.messages import DecodeTarget, Drawn, RequestSpec, Sibling
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 from prefill.scheduler import PrefillJob, PrefillLimits, PrefillScheduler
 from tests.kvtransfer.samples import spec
@@ -115,7 +115,8 @@ class Decode:
     def ended(
         self, request_id="r", outcome=ReceptionOutcome.CLOSED, token_id=None, now=1.0, reason="", sibling_tokens=None
     ) -> None:
-        event = ReceptionEnded((request_id, 0), outcome, token_id, None, reason, sibling_tokens or {})
+        siblings = {name: Drawn(token) for name, token in (sibling_tokens or {}).items()}
+        event = ReceptionEnded((request_id, 0), outcome, token_id, None, reason, siblings)
         self.scheduler.reception_ended(event, now)
         self.check()
 

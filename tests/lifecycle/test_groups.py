@@ -5,7 +5,7 @@ import pytest
 from engine.block_pool import blocks_for
 from engine.request import RequestState, StepResult
 from kvtransfer.incoming import ReceptionOutcome
-from kvtransfer.messages import EndReason, LifetimeEvent
+from kvtransfer.messages import Drawn, EndReason, LifetimeEvent
 from kvtransfer.outgoing import TransferEnded, TransferOutcome, TransferTimes
 from prefill.scheduler import AbortTransfer, SendFirstToken
 from tests.lifecycle.makers import EOS, Decode, Prefill, commands_of, outputs_of, words_of
@@ -30,7 +30,9 @@ def test_a_prompt_is_computed_once_and_each_choice_has_a_first_token():
     assert world.pool.num_used == blocks_for(10, 4)
     assert world.step(tokens={"r": 50, "r.1": 51, "r.2": 52}) == {"r": (6, 10), "r.1": (10, 10), "r.2": (10, 10)}
     assert outputs_of(world) == [("r", 0, (50,), None), ("r.1", 0, (51,), None), ("r.2", 0, (52,), None)]
-    assert world.scheduler.take_commands()[1:] == [SendFirstToken(("r", 0), 50, sibling_tokens={"r.1": 51, "r.2": 52})]
+    assert world.scheduler.take_commands()[1:] == [
+        SendFirstToken(("r", 0), 50, siblings={"r.1": Drawn(51), "r.2": Drawn(52)})
+    ]
     world.ended()
     assert ends_of(world) == dict.fromkeys(THREE, EndReason.HANDED_OVER)
     world.check_all_is_empty()
@@ -55,9 +57,9 @@ def test_a_choice_may_end_with_its_first_token_while_others_go_on():
         world.add(num_siblings=2)
         world.step(tokens={early: EOS})
         assert ends_of(world) == {early: EndReason.STOP}
-        siblings = {name: EOS if name == early else 50 for name in THREE[1:]}
+        siblings = {name: Drawn(EOS if name == early else 50) for name in THREE[1:]}
         sent = world.scheduler.take_commands()[-1]
-        assert sent == SendFirstToken(("r", 0), EOS if early == "r" else 50, sibling_tokens=siblings)
+        assert sent == SendFirstToken(("r", 0), EOS if early == "r" else 50, siblings=siblings)
         world.ended()
         assert ends_of(world) == {name: EndReason.HANDED_OVER for name in THREE if name != early}
         world.check_all_is_empty()

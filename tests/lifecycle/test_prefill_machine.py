@@ -164,7 +164,7 @@ class PrefillMachine(RuleBasedStateMachine):
                 job = self.jobs[key[0]]
                 self.paper.check(job, job.num_prefill)
                 for member in (job, *job.followers):
-                    token = token_id if member is job else siblings[member.spec.request_id]
+                    token = token_id if member is job else siblings[member.spec.request_id].token_id
                     assert member.output_token_ids[job.num_resumed :] == [token] or member.is_over
                 self.token_sent.add(key[0])
             case AbortTransfer(key):

@@ -124,7 +124,7 @@ def test_a_request_from_offer_to_handing_over(role):
     assert calls_of(role) == [("open", KEY, TARGET, 10), ("ready", 0, [(KEY, 8)]), ("ready", 1, [(KEY, 8)])]
     assert role.step()
     assert ends_of(role) == [("gw", "r", None)]
-    first = ("first_token", KEY, 50, None, {}, {})
+    first = ("first_token", KEY, 50, None, {})
     assert calls_of(role) == [("ready", 0, [(KEY, 10)]), ("ready", 1, [(KEY, 10)]), first]
     assert not role.step()
     assert not role.is_empty()

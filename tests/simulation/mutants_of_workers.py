@@ -201,15 +201,15 @@ IN_PREFILL = (
         "no-first-token-to-decode",
         "decode never gets the first token",
         "prefill.scheduler:PrefillScheduler._sampled",
-        "self._commands.append(SendFirstToken(request.key, *drawn[request.key], tokens, logprobs))",
+        "self._commands.append(SendFirstToken(request.key, own.token_id, own.logprob, siblings))",
         "pass",
     ),
     Mutation(
         "first-without-likelihood",
         "decode gets the first token without its log probability",
         "prefill.scheduler:PrefillScheduler._sampled",
-        "*drawn[request.key], tokens",
-        "drawn[request.key].token_id, None, tokens",
+        "own.token_id, own.logprob",
+        "own.token_id, None",
     ),
     Mutation(
         "not-lent",
