@@ -53,11 +53,7 @@ class DecodeConfig(EngineConfig):
         le=1 << 16,
         default_text=f"{DEFAULT_SWAP_GIB:g}",
     )
-    enforce_eager: bool = setting(
-        False,
-        "On a GPU: launch each kernel of a decode step by itself instead of replaying CUDA graphs.",
-        group="device",
-    )
+    enforce_eager: bool = like(ProcessSettings, "enforce_eager")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,7 +12,8 @@ output layer runs over a chunk's tokens a few rows at a time, so that no [chunk,
     scored       [0, num_prompt - 1)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Final
 
 import torch
@@ -71,9 +72,10 @@ class PromptScores:
     """Takes the logits of one step's scored tokens, slice by slice, in the order of the rows."""
 
     def __init__(self, rows: Sequence[ScheduledRow]) -> None:
-        self._rows = rows
-        self._targets = [row.request.prompt_token_ids[place + 1] for row in rows for place in row.scored]
-        self._num_top = [row.request.sampling.num_prompt_logprobs or 0 for row in rows for _ in row.scored]
+        scored = [(index, row.request, row.scored) for index, row in enumerate(rows) if row.request.scores_prompt]
+        self._places = {index: len(places) for index, _, places in scored if places}
+        self._targets = [request.prompt_token_ids[place + 1] for _, request, places in scored for place in places]
+        self._num_top = [request.sampling.num_prompt_logprobs or 0 for _, request, places in scored for _ in places]
         self._found: list[TokenLogprob] = []
 
     def take(self, logits: torch.Tensor) -> None:
@@ -81,11 +83,11 @@ class PromptScores:
         part = slice(len(self._found), len(self._found) + len(logits))
         self._found += token_logprobs(logits, self._targets[part], self._num_top[part])
 
-    def by_row(self) -> list[tuple[TokenLogprob, ...]]:
-        """What each row has told of the prompt; often nothing."""
+    def by_row(self) -> dict[int, tuple[TokenLogprob, ...]]:
+        """What rows have told of the prompt, by their index; often nothing."""
         assert len(self._found) == len(self._targets), (len(self._found), len(self._targets))
         found = iter(self._found)
-        return [tuple(next(found) for _ in row.scored) for row in self._rows]
+        return {index: tuple(islice(found, count)) for index, count in self._places.items()}
 
 
 def sampled_logprobs(
@@ -101,8 +103,8 @@ def sampled_logprobs(
 
 
 def row_logprobs(
-    sampled: dict[int, TokenLogprob], prompts: Sequence[tuple[TokenLogprob, ...]]
+    sampled: Mapping[int, TokenLogprob], prompts: Mapping[int, tuple[TokenLogprob, ...]]
 ) -> dict[int, RowLogprobs]:
-    """Of those rows of a step that have any: `sampled` by row, `prompts` of each row."""
-    rows = sampled.keys() | {index for index, told in enumerate(prompts) if told}
-    return {index: RowLogprobs(sampled.get(index), prompts[index]) for index in rows}
+    """Of those rows of a step that have any, by their index."""
+    rows = sampled.keys() | prompts.keys()
+    return {index: RowLogprobs(sampled.get(index), prompts.get(index, ())) for index in rows}

@@ -5,7 +5,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from kvtransfer.errors import SettingsError
-from kvtransfer.settings import Option, Settings, like, options, setting
+from kvtransfer.settings import Option, ProcessSettings, Settings, like, options, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,22 +16,10 @@ class OfflineConfig(Settings):
     model: str = like(EngineConfig, "model")
     dtype: str = like(EngineConfig, "dtype")
     max_model_len: int | None = like(EngineConfig, "max_model_len")
-    default_seed: int | None = setting(
-        None,
-        "Seed of requests that bring none.",
-        group="model",
-        flag="seed",
-        ge=-(1 << 63),
-        le=(1 << 63) - 1,
-        default_text="drawn for each request",
-    )
+    default_seed: int | None = like(ProcessSettings, "default_seed")
     device: str = like(EngineConfig, "device")
     kernels: str = like(EngineConfig, "kernels")
-    enforce_eager: bool = setting(
-        False,
-        "On a GPU: launch each kernel of a decode step by itself instead of replaying CUDA graphs.",
-        group="device",
-    )
+    enforce_eager: bool = like(ProcessSettings, "enforce_eager")
     cpu_threads: int | None = like(EngineConfig, "cpu_threads")
     max_num_seqs: int = like(EngineConfig, "max_num_seqs")
     max_num_batched_tokens: int = setting(

@@ -30,7 +30,7 @@ import httpx
 from experiments.fresh_prompts import NUM_WORDS, IdPrompts, prompt_source
 from experiments.handoff_summary import series_total
 from experiments.own_server import own_server
-from experiments.server_flags import require_positive
+from experiments.server_flags import add_caller_flags, require_positive
 from experiments.sharing_client import Shared, SharingClient
 from experiments.sharing_summary import (
     ChoicePairs,
@@ -152,8 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments.bench_sharing", description=__doc__.split("\n\n")[0])
     parser.add_argument("--url", help="of a running kvsplice; one is started if not given")
     parser.add_argument("--serve-flags", default="", help="for the server that is started, in one argument")
-    parser.add_argument("--model", help="name in requests; the server's first model if not given")
-    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="or $OPENAI_API_KEY")
+    add_caller_flags(parser)
     parser.add_argument("--rounds", type=int, default=8, help="that count, of each kind")
     parser.add_argument("--prompt-tokens", type=int, default=1600)
     parser.add_argument("--prefix-tokens", type=int, default=1500, help="of them in the cache")

@@ -37,15 +37,7 @@ class GatewayConfig(Settings):
         metavar="NAME[,NAME]",
         default_text="the model's name",
     )
-    default_seed: int | None = setting(
-        None,
-        "Seed of requests that bring none.",
-        group="model",
-        flag="seed",
-        ge=-(1 << 63),
-        le=(1 << 63) - 1,
-        default_text="drawn for each request",
-    )
+    default_seed: int | None = like(ProcessSettings, "default_seed")
     host: str = setting("127.0.0.1", "Address of the HTTP server.", group="network", metavar="HOST")
     port: int = setting(8000, "Port of the HTTP server; 0 takes any free one.", group="network", ge=0, le=65535)
     api_key: str | None = setting(

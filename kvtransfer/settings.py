@@ -83,9 +83,23 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSettings(Settings):
-    """What the gateway and the workers have alike, taken from here one by one with `like`: where a setting stands
-    among the others is each config's own."""
+    """What programs have alike that know nothing of each other, taken from here one by one with `like`: where a setting
+    stands among the others is each config's own."""
 
+    default_seed: int | None = setting(
+        None,
+        "Seed of requests that bring none.",
+        group="model",
+        flag="seed",
+        ge=-(1 << 63),
+        le=(1 << 63) - 1,
+        default_text="drawn for each request",
+    )
+    enforce_eager: bool = setting(
+        False,
+        "On a GPU: launch each kernel of a decode step by itself instead of replaying CUDA graphs.",
+        group="device",
+    )
     curve_dir: str | None = setting(
         None,
         "Folder with the keys of our processes, made by `kvsplice keys`: all connections between them are encrypted, "
