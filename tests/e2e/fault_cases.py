@@ -1,6 +1,7 @@
 """Which faults are tried: each action at each event of a request's life, on each role that records it; new events come
 in by themselves, as they are read from the source. And how a fault is proven to have happened."""
 
+import ast
 import re
 import signal
 from dataclasses import dataclass
@@ -15,8 +16,6 @@ NTH = 3
 """The fault comes with the third request of six that reaches the event: some are past it, some before."""
 LOCAL_ONLY = frozenset({(DECODE, LifetimeEvent.FIRST_TOKEN)})
 """Reached only where decode computes the prompt itself; all others where it does not."""
-OFFLINE = REPOSITORY / "engine" / "local_scheduler.py"
-"""No worker runs it."""
 _RECORDS = re.compile(r"\brecord\(\s*LifetimeEvent\.(\w+)")
 _DEATH_NOTICES = {
     FaultAction.DIE: "this worker's engine failed",
@@ -62,10 +61,17 @@ class FaultCase:
         return process.exit_code == 1 and _DEATH_NOTICES[self.action] in process.output()
 
 
-def events_recorded_in(*packages: str) -> frozenset[LifetimeEvent]:
-    """The events that the source of these packages records."""
-    files = [path for package in packages for path in sorted((REPOSITORY / package).glob("*.py"))]
-    return frozenset(LifetimeEvent[name] for path in files if path != OFFLINE for name in _recorded(path))
+def events_recorded_by(role: str) -> frozenset[LifetimeEvent]:
+    """The events that the source of this role records, and what of the engine it imports."""
+    files = list((REPOSITORY / role).glob("*.py"))
+    for path in files:  # grows on the way
+        files += [found for found in _imported_of_engine(path) if found not in files]
+    return frozenset(LifetimeEvent[name] for path in files for name in _recorded(path))
+
+
+def _imported_of_engine(path: Path) -> list[Path]:
+    modules = [node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    return [REPOSITORY / f"{name.replace('.', '/')}.py" for name in modules if name.startswith("engine.")]
 
 
 def _recorded(path: Path) -> list[str]:
@@ -74,7 +80,7 @@ def _recorded(path: Path) -> list[str]:
 
 def cases_of(action: FaultAction) -> list[FaultCase]:
     """One case for each role and event, in the order of a request's life; and one of the gateway for a signal."""
-    recorded = {role: events_recorded_in(role, "engine") for role in (PREFILL, DECODE)}
+    recorded = {role: events_recorded_by(role) for role in (PREFILL, DECODE)}
     cases = [FaultCase(role, action, event) for role in recorded for event in LifetimeEvent if event in recorded[role]]
     if action in (FaultAction.KILL, FaultAction.STOP):
         cases.append(FaultCase(GATEWAY, action, None))
