@@ -63,19 +63,7 @@ def build(
     inbox: Mailbox[WorkerEvent] = Mailbox()
     kv_endpoint = endpoint(config.kv_dial_host, endpoint_port(listener.endpoint))
     hello = introduce(config, Role.DECODE, engine, kv_endpoint, can_switch=can_switch)
-    limits = DecodeLimits(
-        max_num_prefill_tokens=config.max_num_prefill_tokens,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=engine.max_model_len,
-        lease=config.room_wait_s,
-        queue_timeout=config.queue_timeout_s,
-        # Prefill gives a request up itself, a lease earlier: its word says more.
-        offer_timeout=config.queue_timeout_s + config.lease_s,
-        max_num_partial_prefills=config.max_num_partial_prefills or 1,
-    )
-    num_swap_blocks = engine.mover.num_blocks
-    swap = SwapSpace(num_swap_blocks, config.block_size) if num_swap_blocks else None
-    scheduler = DecodeScheduler(engine.pool, config.queue_rules, limits, engine.eos_token_ids, swap)
+    scheduler = _scheduler(config, engine)
     receiver = KvReceiver(
         listener=listener,
         identity=(hello.fingerprint, hello.layout),
@@ -91,6 +79,22 @@ def build(
     door: GrammarDoor[DecodeJob] = GrammarDoor(engine.grammars, engine.masks, wake=lambda: inbox.put(Wake()))
     role = DecodeRole(engine, scheduler, receiver, witness=witness_of(config.fault), door=door)
     return Worker(role, links, inbox, config.shutdown_timeout_s, switches_from=Role.DECODE if can_switch else None)
+
+
+def _scheduler(config: DecodeConfig, engine: Engine) -> DecodeScheduler:
+    limits = DecodeLimits(
+        max_num_prefill_tokens=config.max_num_prefill_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=engine.max_model_len,
+        lease=config.room_wait_s,
+        queue_timeout=config.queue_timeout_s,
+        # Prefill gives a request up itself, a lease earlier: its word says more.
+        offer_timeout=config.queue_timeout_s + config.lease_s,
+        max_num_partial_prefills=config.max_num_partial_prefills or 1,
+    )
+    num_swap_blocks = engine.mover.num_blocks
+    swap = SwapSpace(num_swap_blocks, config.block_size) if num_swap_blocks else None
+    return DecodeScheduler(engine.pool, config.queue_rules, limits, engine.eos_token_ids, swap)
 
 
 def _sink(engine: Engine, scheduler: DecodeScheduler) -> KvSink:
