@@ -1,7 +1,7 @@
 """The noise of a draw, a pure function of (seed, prompt ids, choice index, position). Knows no torch and no batch.
 
-    digest  = BLAKE2b(seed, choice index, prompt ids)        once a request
-    uniform = BLAKE2b keyed by digest (position) -> [0, 1)   once a token
+    digest = BLAKE2b(seed, choice index, prompt ids)      once a request
+    key    = BLAKE2b keyed by digest (position)           once a token; starts the numbers of kernels.sampling.race
 
 A generator object would carry state that preemption, failover and resume had to rebuild. A keyed hash carries none:
 whoever knows the request's tokens draws the same token, and two prompts that share a seed share no noise.
@@ -11,9 +11,6 @@ import hashlib
 import struct
 
 from kvtransfer.messages import RequestSpec
-
-_MANTISSA_BITS = 53
-"""A float64 holds every integer of this many bits, so the uniforms are exact multiples of 2**-53."""
 
 
 def noise_key(spec: RequestSpec) -> bytes:
@@ -25,7 +22,7 @@ def noise_key(spec: RequestSpec) -> bytes:
     return digest.digest()
 
 
-def uniform(key: bytes, position: int) -> float:
-    """A number in [0, 1) for the output token at `position` (0 is the first one)."""
+def draw_key(key: bytes, position: int) -> int:
+    """64 bits, as a signed integer, for the output token at `position` (0 is the first one); `key` of `noise_key`."""
     digest = hashlib.blake2b(struct.pack("<Q", position), key=key, digest_size=8).digest()
-    return float(int.from_bytes(digest, "little") >> (64 - _MANTISSA_BITS)) / float(1 << _MANTISSA_BITS)
+    return int.from_bytes(digest, "little", signed=True)

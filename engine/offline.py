@@ -7,7 +7,7 @@
             print(output.outputs[0].text)
 
 Model, KV pool, batches, sampler and text are those of the server, so the tokens are too: greedy ones, and drawn ones of
-equal seeds (up to near-ties, and draws on the edge between two tokens).
+equal seeds (up to near-ties).
 
 1. `generate` turns all prompts into token ids and checks them, before anything is computed.
 2. Requests go into the scheduler in order, so many at a time that it never runs dry.

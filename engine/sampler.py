@@ -1,15 +1,15 @@
 """Turns logits into the next token of every request in a batch. Knows no scheduler and no stopping rule.
 
     logits --edits (engine.penalties, then engine.token_masks)--> greedy rows: argmax
-                                     `-> other rows:  temperature -> top_k -> top_p -> min_p -> draw
+                                     `-> other rows:  temperature -> top_k -> top_p -> min_p -> race
 
 Filters run in the order of Hugging Face transformers: top_p measures its mass over what top_k left. min_p compares
 with the most likely token, which every filter keeps, so its place in the order changes nothing.
 
 Probabilities are integers here: weight = floor(exp((logit - max) / temperature) * 2**40). Sums of integers are exact
 in any order, so rows of equal weights give equal tokens, in any batch and on any device, and a token of weight 0 (less
-than 1e-12 of the most likely one) can't be drawn. Ties always go to the lower token id. Whether the weights are equal
-is up to the logits, and in their last bit to a device's `exp`: elsewhere a draw on the edge may fall the other way.
+than 1e-12 of the most likely one) can't be drawn. Ties always go to the lower token id. Logits that differ by e, as
+those of another batch or another device may in their last bits, give another token about once in 1 / e draws.
 """
 
 import logging
@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from engine.noise import noise_key, uniform
+from engine.noise import draw_key, noise_key
 from engine.penalties import (
     TokenCounts,
     apply_count_penalties,
@@ -133,8 +133,8 @@ class Sampler:
             weights[filtering] = keep_top(weights[filtering], top_k, top_p)
         if any(r.sampling.min_p > 0.0 for r in requests):
             weights = keep_min_p(weights, self._column([r.sampling.min_p for r in requests]))
-        uniforms = [uniform(self._memory(r).noise_key, len(r.output_token_ids)) for r in requests]
-        return self._kernels.invert(weights, self._column(uniforms), greedy)
+        keys = [draw_key(self._memory(r).noise_key, len(r.output_token_ids)) for r in requests]
+        return self._kernels.race(weights, torch.tensor(keys).to(self._device).unsqueeze(1), greedy)
 
     def _column(self, values: Sequence[float]) -> torch.Tensor:
         """[R, 1] float64 on the device."""

@@ -71,7 +71,7 @@ class Library:
     greatest: Function  # logits, rows, vocabulary size, values, ids, threads
     # logits, rows, vocabulary size, peaks, temperatures, weights, doubts, room for them, threads
     token_weights: Function
-    invert: Function  # weights, rows, vocabulary size, uniforms, otherwise, ids, threads
+    race: Function  # weights, rows, vocabulary size, keys, otherwise, ids, threads
 
 
 def open_library(path: Path) -> Library:
@@ -88,7 +88,7 @@ def open_library(path: Path) -> Library:
         linears=_linears(shared) if shared.kvsplice_has_linear() else None,
         greatest=_function(shared, "greatest", _P, _N, _N, _P, _P, _I),
         token_weights=_function(shared, "token_weights", _P, _N, _N, *[_P] * 4, _N, _I),
-        invert=_function(shared, "invert", _P, _N, _N, *[_P] * 3, _I),
+        race=_function(shared, "race", _P, _N, _N, *[_P] * 3, _I),
     )
 
 

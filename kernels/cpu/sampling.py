@@ -5,7 +5,7 @@ from typing import Final
 import torch
 
 from kernels.cpu.library import Library, check_layout
-from kernels.sampling import exact_weights, finite_peaks
+from kernels.sampling import TorchSampling, exact_weights, finite_peaks
 
 _ROOM: Final = 256
 """Weights of a row that may be in doubt; a row of real logits has one in a hundred steps."""
@@ -16,10 +16,12 @@ class NativeSampling:
 
     Weights are whole numbers, cut off below the point. Where the native exp is so near to one that torch's might be on
     the other side of it, torch's decides: so the weights are the twin's, whatever either exp does with the last bit.
+    So it is with the log of a race whose two first arrive almost at once.
     """
 
     def __init__(self, library: Library) -> None:
         self._library = library
+        self._twin = TorchSampling()
 
     def greatest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         check_layout(torch.float32, logits)
@@ -49,15 +51,17 @@ class NativeSampling:
                 weights[row, places] = exact_weights(doubtful, finite[row], temperatures[row])
         return weights
 
-    def invert(self, weights: torch.Tensor, uniforms: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
-        check_layout(torch.int64, weights, otherwise)
-        check_layout(torch.float64, uniforms)
+    def race(self, weights: torch.Tensor, keys: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
+        check_layout(torch.int64, weights, keys, otherwise)
         rows, vocab_size = weights.shape
-        assert uniforms.shape == (rows, 1), uniforms.shape
+        assert keys.shape == (rows, 1), keys.shape
         assert otherwise.shape == (rows,), otherwise.shape
         ids = torch.empty(rows, dtype=torch.int64)
-        self._library.invert(
-            weights.data_ptr(), rows, vocab_size, uniforms.data_ptr(), otherwise.data_ptr(), ids.data_ptr(),
+        self._library.race(
+            weights.data_ptr(), rows, vocab_size, keys.data_ptr(), otherwise.data_ptr(), ids.data_ptr(),
             torch.get_num_threads(),
         )  # fmt: skip
+        doubtful = ids < 0
+        if bool(doubtful.any()):
+            ids[doubtful] = self._twin.race(weights[doubtful], keys[doubtful], otherwise[doubtful])
         return ids

@@ -73,7 +73,7 @@ def test_drawn_tokens_are_the_oracles_for_the_same_seeds(llm, folder):
     assert tokens(generate(llm, PROMPTS, params)) == [tuple(each.token_ids) for each in expected]
 
 
-@pytest.mark.parametrize(
+other_settings = pytest.mark.parametrize(
     "settings",
     [
         {"max_num_seqs": 1},
@@ -83,6 +83,9 @@ def test_drawn_tokens_are_the_oracles_for_the_same_seeds(llm, folder):
         {"kv_cache_gib": 0.001, "enable_prefix_caching": False},  # 116 blocks, and 280 are wanted: they take turns
     ],
 )
+
+
+@other_settings
 def test_tokens_do_not_depend_on_the_settings_of_the_engine(llm, folder, settings):
     params = SamplingParams(max_tokens=50, temperature=0)
     model = ReferenceModel(folder)
@@ -94,6 +97,18 @@ def test_tokens_do_not_depend_on_the_settings_of_the_engine(llm, folder, setting
         if "kv_cache_gib" in settings:
             assert other._open.role.load().num_preemptions > 0
         assert_at_rest(other)
+
+
+@other_settings
+def test_drawn_tokens_do_not_depend_on_them_either(llm, folder, settings):
+    """2,000 draws: those of a seed are worth something only if the batch's company changes none of them."""
+    prompts = PROMPTS * 8
+    params = [SamplingParams(max_tokens=50, seed=seed, ignore_eos=True) for seed in range(len(prompts))]
+    expected = tokens(generate(llm, prompts, params))
+    with LLM(folder, **{**SETTINGS, "max_model_len": 256, **settings}) as other:
+        assert tokens(generate(other, prompts, params)) == expected
+        if "kv_cache_gib" in settings:
+            assert other._open.role.load().num_preemptions > 0
 
 
 def test_results_are_in_the_order_of_the_prompts(llm):

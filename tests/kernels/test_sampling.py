@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.cpu import sampling as native_sampling
-from kernels.sampling import ONE, TorchSampling
+from kernels.sampling import ONE, TorchSampling, token_noise
 from tests.kernels.cpu_builds import BUILDS, cpu_kernels
 
 TWIN = TorchSampling()
@@ -100,21 +100,56 @@ def test_doubtful_weights_are_computed_by_torch(monkeypatch):
     assert calls == [49152] * 4
 
 
+def some_keys(count, seed):
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (count, 1), generator=torch.Generator().manual_seed(seed))
+
+
 @EVERY_BUILD
 @pytest.mark.parametrize("size", SIZES)
-def test_inversion(size, build):
+def test_race(size, build):
     kernels, generator = cpu_kernels(build).sampling, torch.Generator().manual_seed(size)
     weights = torch.randint(0, ONE, (40, size), generator=generator)
+    weights[10:] = (torch.randn(30, size, generator=generator).mul(8).clamp(-27, 0).exp() * ONE).long()
     weights[:, torch.rand(size, generator=generator) < 0.5] = 0
     weights[3] = 0
-    uniforms = torch.rand(40, 1, dtype=torch.float64, generator=generator)
-    uniforms[0], uniforms[1] = 0.0, 1 - 2**-53
-    otherwise = torch.arange(40)
-    ids = kernels.invert(weights, uniforms, otherwise)
-    assert torch.equal(ids, TWIN.invert(weights, uniforms, otherwise))
+    keys, otherwise = some_keys(40, size), torch.arange(40)
+    keys[0], keys[1], keys[2] = 0, -1, 1 << 62
+    ids = kernels.race(weights, keys, otherwise)
+    assert torch.equal(ids, TWIN.race(weights, keys, otherwise))
     assert ids[3] == 3
     total = weights.sum(dim=-1)
     assert all(weights[row, ids[row]] > 0 for row in range(40) if total[row] > 0)
+
+
+@EVERY_BUILD
+def test_a_race_that_two_tokens_win_at_once_is_left_to_torch(build, monkeypatch):
+    """Weights made in proportion to the noise: all tokens arrive within 1e-15 of each other."""
+    kernels = cpu_kernels(build).sampling
+    keys, otherwise = some_keys(20, 0), torch.full((20,), 7)
+    weights = (-torch.log1p(-token_noise(keys, 33)) * (1 << 45)).long()
+    weights[1] = torch.eye(33)[5].long()
+    asked = []
+    race = kernels._twin.race
+    monkeypatch.setattr(kernels._twin, "race", lambda *args: asked.append(len(args[0])) or race(*args))
+    assert torch.equal(kernels.race(weights, keys, otherwise), TWIN.race(weights, keys, otherwise))
+    assert asked == [19]
+
+
+def test_the_noise_is_splitmix64():
+    """The first numbers from key 1234567, as by the paper's reference code."""
+    wanted = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    noise = token_noise(torch.tensor([[1234567]]), 4).tolist()[0]
+    assert noise == [((number >> 12) + 0.5) / (1 << 52) for number in wanted]
+
+
+def test_noise_fills_ten_bins_evenly_for_any_key_and_stays_off_the_ends():
+    noise = token_noise(torch.arange(20).unsqueeze(1), 5000)
+    assert noise.min() > 0
+    assert noise.max() < 1
+    for of_many_keys in (noise.flatten(), noise[:, 0], noise[:, 4999]):
+        counts = torch.histc(of_many_keys.float(), 10, 0.0, 1.0)
+        expected = len(of_many_keys) / 10
+        assert ((counts - expected) ** 2 / expected).sum() < 27.88  # 9 degrees of freedom, p = 0.001
 
 
 def test_bits_do_not_depend_on_threads():

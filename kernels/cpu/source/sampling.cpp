@@ -50,6 +50,7 @@ static i64 place_of_greatest(const float* row, i64 count) {
 
 typedef double d8 __attribute__((vector_size(64)));
 typedef std::int64_t l8 __attribute__((vector_size(64)));
+typedef std::uint64_t u8 __attribute__((vector_size(64)));
 typedef float f8 __attribute__((vector_size(32)));
 
 constexpr double kOne = double(i64(1) << 40);
@@ -114,25 +115,58 @@ static void weigh(const float* logits, double peak, double temperature, i64 voca
     }
 }
 
-static i64 place_of_mark(const i64* weights, i64 vocab, double uniform, i64 otherwise) {
-    i64 total = 0;
-    for (i64 i = 0; i < vocab; ++i) total += weights[i];
-    if (total <= 0) return otherwise;
-    const i64 mark = i64(std::floor(uniform * double(total)));
-    i64 sum = 0;
-    for (i64 first = 0; first < vocab; first += kChunk) {
-        const i64 end = first + kChunk < vocab ? first + kChunk : vocab;
-        i64 chunk = 0;
-        for (i64 i = first; i < end; ++i) chunk += weights[i];
-        if (sum + chunk > mark) {
-            for (i64 i = first;; ++i) {
-                sum += weights[i];
-                if (sum > mark) return i;
-            }
+constexpr double kNearTie = 1e-12;  // relative: many times the error of this log1p and of the twin's
+constexpr i64 kDoubtful = -1;
+
+// The numbers first .. first + 7 of SplitMix64 started at `key`, in (0, 1), as the twin's token_noise has them.
+static inline d8 noise8(std::uint64_t key, i64 first) {
+    constexpr std::uint64_t kGoldenGamma = 0x9E3779B97F4A7C15;
+    constexpr u8 kSteps = {1, 2, 3, 4, 5, 6, 7, 8};
+    u8 bits = (key + std::uint64_t(first) * kGoldenGamma) + kSteps * kGoldenGamma;
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9;
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB;
+    bits ^= bits >> 31;
+    return (__builtin_convertvector((l8)(bits >> 12), d8) + 0.5) * 0x1p-52;
+}
+
+struct Race {
+    i64 winner;
+    double soonest = std::numeric_limits<double>::infinity();
+    bool doubtful = false;
+
+    void arrive(i64 place, double at) {
+        if (at < soonest) {
+            doubtful = soonest <= at * (1.0 + kNearTie);
+            soonest = at, winner = place;
+        } else if (at <= soonest * (1.0 + kNearTie)) {
+            doubtful = true;
         }
-        sum += chunk;
     }
-    return vocab;  // never: the mark is below the total
+};
+
+// -log1p(-u) is at least u: whose u is not below soonest * weight can't win, and almost nobody needs a log.
+static inline __attribute__((always_inline)) void race8(std::uint64_t key, const i64* weights, i64 first, int wanted,
+                                                         Race& race) {
+    l8 whole = {};
+    std::memcpy(&whole, weights + first, std::size_t(wanted) * sizeof(i64));
+    const d8 weight = __builtin_convertvector(whole, d8), noise = noise8(key, first);
+    const l8 near = (l8)(noise < weight * (race.soonest * (1.0 + kDoubt + kNearTie)));
+    alignas(64) i64 flags[8];
+    std::memcpy(flags, &near, sizeof(flags));
+    i64 any = 0;
+    for (int i = 0; i < 8; ++i) any |= flags[i];
+    if (!any) return;
+    for (int i = 0; i < wanted; ++i) {
+        if (flags[i]) race.arrive(first + i, -std::log1p(-noise[i]) / weight[i]);
+    }
+}
+
+static i64 first_to_arrive(const i64* weights, i64 vocab, std::uint64_t key, i64 otherwise) {
+    Race race{otherwise};
+    i64 i = 0;
+    for (; i + 8 <= vocab; i += 8) race8(key, weights, i, 8, race);
+    if (i < vocab) race8(key, weights, i, int(vocab - i), race);
+    return race.doubtful ? kDoubtful : race.winner;
 }
 
 }  // namespace kvsplice
@@ -159,10 +193,11 @@ extern "C" void kvsplice_token_weights(const float* logits, i64 rows, i64 vocab,
     }
 }
 
-extern "C" void kvsplice_invert(const i64* weights, i64 rows, i64 vocab, const double* uniforms, const i64* otherwise,
-                                i64* ids, int threads) {
+// `ids`: kDoubtful where the first two of a row arrive too close together to tell.
+extern "C" void kvsplice_race(const i64* weights, i64 rows, i64 vocab, const i64* keys, const i64* otherwise, i64* ids,
+                              int threads) {
 #pragma omp parallel for num_threads(threads_for(rows * vocab, threads)) schedule(static)
     for (i64 row = 0; row < rows; ++row) {
-        ids[row] = place_of_mark(weights + row * vocab, vocab, uniforms[row], otherwise[row]);
+        ids[row] = first_to_arrive(weights + row * vocab, vocab, std::uint64_t(keys[row]), otherwise[row]);
     }
 }
