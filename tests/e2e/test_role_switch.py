@@ -87,7 +87,7 @@ class Switchable:
         self.wait(worker_id, role)
 
     def num_retries(self) -> float:
-        """Attempts of requests that were followed by another one: a stream that was handed over, however fast it was."""
+        """Attempts of requests that were followed by another one: what a hand-over leaves, however fast the stream."""
         lines = self.http.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith("kvsplice:request_retries_total{"))
 
