@@ -80,21 +80,28 @@ def assemble(
     grammars = Grammars(model_path, loaded.config.vocab_size, loaded.eos_token_ids)
     masks = TokenMasks(loaded.config.vocab_size, grammars, loaded.device, _mask_threads(loaded.device))
     sampler = Sampler(loaded.config.vocab_size, loaded.eos_token_ids, loaded.device, loaded.kernels.sampling, masks)
-    settings = PoolSettings(
-        block_size=config.block_size,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        kv_cache_gib=config.kv_cache_gib,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        record_decode=record_decode and loaded.device.type == "cuda" and loaded.kernels.capturable,
-    )
+    record_decode = record_decode and loaded.device.type == "cuda" and loaded.kernels.capturable
+    settings = _pool_settings(config, max_model_len, max_num_batched_tokens, record_decode=record_decode)
     kv_cache = allocate_kv_cache(loaded, settings, sampler)
     mover = allocate_host_blocks(kv_cache, swap_gib)
     pool = BlockPool(kv_cache.num_blocks, config.block_size)
     graphs = record_decode_steps(loaded, settings, kv_cache) if settings.record_decode else None
     runner = Runner(loaded.model, loaded.kernels, kv_cache, sampler, graphs, prepare=masks.begin)
     return Engine(loaded, kv_cache, pool, runner, mover, max_model_len, grammars, masks)
+
+
+def _pool_settings(
+    config: EngineConfig, max_model_len: int, max_num_batched_tokens: int, *, record_decode: bool
+) -> PoolSettings:
+    return PoolSettings(
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        kv_cache_gib=config.kv_cache_gib,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        record_decode=record_decode,
+    )
 
 
 def _mask_threads(device: torch.device) -> int:

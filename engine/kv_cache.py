@@ -37,6 +37,19 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
+def _untouched(layout: KvLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
+    """[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], not written to. Raises CapacityError."""
+    shape = (layout.num_layers, 2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
+    try:
+        return torch.empty(shape, dtype=dtype_named(layout.dtype), device=device)
+    except RuntimeError as error:
+        wanted = num_blocks * bytes_per_block(layout) / GIB
+        raise CapacityError(
+            f"{device} has no {wanted:.2f} GiB for {num_blocks} KV blocks: "
+            "lower --kv-cache-gib (CPU) or --gpu-memory-utilization (GPU)"
+        ) from error
+
+
 class KvCache:
     """Allocates the pool and moves token ranges in and out of it. Memory is not touched before it is written."""
 
@@ -61,22 +74,7 @@ class KvCache:
         self._with_scratch = with_scratch
         self._kernels = kernels
         self._scales = scales
-        shape = (
-            layout.num_layers,
-            2,
-            num_blocks + with_scratch,
-            layout.block_size,
-            layout.num_kv_heads,
-            layout.head_dim,
-        )
-        try:
-            self._pool = torch.empty(shape, dtype=dtype_named(layout.dtype), device=device)
-        except RuntimeError as error:
-            wanted = num_blocks * bytes_per_block(layout) / GIB
-            raise CapacityError(
-                f"{device} has no {wanted:.2f} GiB for {num_blocks} KV blocks: "
-                "lower --kv-cache-gib (CPU) or --gpu-memory-utilization (GPU)"
-            ) from error
+        self._pool = _untouched(layout, num_blocks + with_scratch, device)
         self._slots_of = functools.lru_cache(SLOTS_KEPT)(self._make_slots)
         self._bytes = self._pool.view(torch.uint8)  # not every device copies float8
         # Made once: taking views of a tensor costs microseconds, and a step needs all of them.

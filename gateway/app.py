@@ -11,7 +11,7 @@ dropped) are not for an API whose users must be told what they got wrong.
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -54,6 +54,7 @@ TEXT_THREADS: Final = 4
 
 Handler = Callable[[Request], Awaitable[Response]]
 Respond = Callable[[Service, Request], Awaitable[Response]]
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
 def create_app(
@@ -77,21 +78,33 @@ def create_app(
         token_texts=TokenTexts(tokenizer),
         created=int(time.time()),
     )
+    routes = [*_post_routes(service, pool), *([] if admin is None else admin_routes(admin))]
+    app = _application(service, routes, _closing(pool, constraints))
+    app.openapi = partial(describe, app, with_admin=admin is not None)  # type: ignore[method-assign]  # FastAPI's documented way
+    return guarded(app, settings, metrics.count_http_answer)
+
+
+def _closing(*parts: TextPool | ConstraintCheck) -> Lifespan:
+    """Ends the threads and processes of `parts` with the application."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        pool.close()
-        constraints.close()
+        for part in parts:
+            part.close()
 
+    return lifespan
+
+
+def _application(service: Service, routes: list[BaseRoute], lifespan: Lifespan) -> FastAPI:
     app = FastAPI(
         title="kvsplice",
         description="OpenAI-style completions, prefilled and decoded on different GPUs.",
-        version=settings.version,
+        version=service.settings.version,
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        routes=[*_post_routes(service, pool), *([] if admin is None else admin_routes(admin))],
+        routes=routes,
         exception_handlers={
             HTTPException: _on_http_exception,
             ApiError: _on_error,
@@ -101,8 +114,7 @@ def create_app(
         lifespan=lifespan,
     )
     _add_simple_routes(app, service)
-    app.openapi = partial(describe, app, with_admin=admin is not None)  # type: ignore[method-assign]  # FastAPI's documented way
-    return guarded(app, settings, metrics.count_http_answer)
+    return app
 
 
 def _post_routes(service: Service, pool: TextPool) -> list[BaseRoute]:

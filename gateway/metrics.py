@@ -6,7 +6,7 @@ one token each unless the gateway was behind.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from gateway.failover import RetryReason
 from gateway.modes import Mode
-from gateway.observer import KvHandover, RequestOutcome
+from gateway.observer import KvHandover, Phases, RequestOutcome
 from gateway.worker import Worker
 
 PREFIX: Final = "kvsplice:"
@@ -28,19 +28,36 @@ _LONG_S: Final = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0,
 _ANY_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, *_LONG_S)
 
 _PHASES: Final = {
-    "dispatch_s": "Arrival to dispatch: checks, chat template, tokenising.",
-    "retry_s": "First dispatch to the last one, of requests that were dispatched more than once.",
-    "queue_s": "The last dispatch to the first chunk of the prompt.",
-    "prefill_s": "First chunk to first token.",
-    "kv_reserve_s": "First token to reserved blocks on decode; 0 if these came first.",
-    "kv_start_s": "From there to the first KV frame on decode; 0 if it came before the first token.",
-    "kv_transfer_s": "From there to the last of the KV.",
-    "batch_wait_s": "From there to the first decode step.",
-    "decode_s": "First decode step (of a local request: first token) to the end on decode.",
-    "delivery_s": "From there to the last token at the gateway.",
+    "dispatch_s": ("request_dispatch_time_seconds", "Arrival to dispatch: checks, chat template, tokenising."),
+    "retry_s": (
+        "request_retry_time_seconds",
+        "First dispatch to the last one, of requests that were dispatched more than once.",
+    ),
+    "queue_s": ("request_queue_time_seconds", "The last dispatch to the first chunk of the prompt."),
+    "prefill_s": ("request_prefill_time_seconds", "First chunk to first token."),
+    "kv_reserve_s": (
+        "request_kv_reserve_time_seconds",
+        "First token to reserved blocks on decode; 0 if these came first.",
+    ),
+    "kv_start_s": (
+        "request_kv_start_time_seconds",
+        "From there to the first KV frame on decode; 0 if it came before the first token.",
+    ),
+    "kv_transfer_s": ("request_kv_transfer_time_seconds", "From there to the last of the KV."),
+    "batch_wait_s": ("request_batch_wait_time_seconds", "From there to the first decode step."),
+    "decode_s": (
+        "request_decode_time_seconds",
+        "First decode step (of a local request: first token) to the end on decode.",
+    ),
+    "delivery_s": ("request_delivery_time_seconds", "From there to the last token at the gateway."),
 }
-"""What `gateway.observer.Phases` are, in order."""
+"""Of the fields of `gateway.observer.Phases`, in order: name and text."""
 
+_HANDOVERS: Final = {
+    "transfer_s": ("kv_transfer_seconds", "First KV frame on its way to decode's word that it has everything."),
+    "exposed_s": ("kv_transfer_exposed_seconds", "All KV computed to decode's word that it has everything."),
+}
+"""Of the fields of `gateway.observer.KvHandover`."""
 
 _TRAFFIC: Final = {
     "kv_transfer_bytes": ("num_bytes", "KV bytes: sent, repeats included, by prefill; spliced by decode."),
@@ -65,37 +82,31 @@ class Metrics:
             "request_time_per_output_token_seconds", "(E2E - TTFT) / (tokens - 1) of a finished request.", _SHORT_S
         )
         self.e2e_latency = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _LONG_S)
-        self._phases = {
-            name: self._histogram(f"request_{name.removesuffix('_s')}_time_seconds", text, _ANY_S)
-            for name, text in _PHASES.items()
-        }
+        self._phases = self._time_histograms(_PHASES)
         self._handoff_gap = self._histogram(
             "handoff_gap_seconds", "Gap between prefill's token and decode's first, at the gateway.", _SHORT_S
         )
-        self._retries = self._counter(
-            "request_retries", "Further attempts of requests, by what ended the one before.", ("reason",)
+        self._retries = self._counter_by(
+            "reason",
+            [reason.value for reason in RetryReason],
+            "request_retries",
+            "Further attempts of requests, by what ended the one before.",
         )
-        for retry_reason in RetryReason:
-            self._retries.labels(retry_reason.value)
-        self._kv_transfer = self._histogram(
-            "kv_transfer_seconds", "First KV frame on its way to decode's word that it has everything.", _ANY_S
+        self._handovers = self._time_histograms(_HANDOVERS)
+        self._modes = self._counter_by(
+            "mode",
+            [mode.value for mode in (Mode.DISAGGREGATED, Mode.LOCAL)],
+            "request_mode",
+            "Dispatched requests by where the prompt of their last attempt was computed.",
         )
-        self._kv_exposed = self._histogram(
-            "kv_transfer_exposed_seconds", "All KV computed to decode's word that it has everything.", _ANY_S
-        )
-        self._modes = self._counter(
-            "request_mode", "Dispatched requests by where the prompt of their last attempt was computed.", ("mode",)
-        )
-        for mode in (Mode.DISAGGREGATED, Mode.LOCAL):
-            self._modes.labels(mode.value)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests with a first token.")
         self.generation_tokens = self._counter("generation_tokens", "Output tokens.")
-        self.requests = self._counter("request_success", "Ended requests by reason.", ("finished_reason",))
-        for reason in FINISHED_REASONS:
-            self.requests.labels(reason)
-        self._http_errors = self._counter("http_errors", "HTTP answers with an error status.", ("status_class",))
-        for status_class in ERROR_CLASSES:
-            self._http_errors.labels(status_class)
+        self.requests = self._counter_by(
+            "finished_reason", FINISHED_REASONS, "request_success", "Ended requests by reason."
+        )
+        self._http_errors = self._counter_by(
+            "status_class", ERROR_CLASSES, "http_errors", "HTTP answers with an error status."
+        )
 
     def watch_workers(
         self, read_live: Callable[[], Sequence[Worker]], read_capable: Callable[[], Collection[str]]
@@ -122,10 +133,7 @@ class Metrics:
     def on_request_end(self, outcome: RequestOutcome) -> None:
         """Where a dispatched request went, and its time."""
         self._modes.labels(outcome.mode.value).inc()
-        for name, histogram in self._phases.items():
-            seconds = getattr(outcome.phases, name)
-            if seconds is not None:
-                histogram.observe(seconds)
+        _observe_known(self._phases, outcome.phases)
         if outcome.handoff_gap_s is not None:
             self._handoff_gap.observe(outcome.handoff_gap_s)
 
@@ -135,16 +143,24 @@ class Metrics:
 
     def on_handover(self, handover: KvHandover) -> None:
         """How long a hand-over took, and how much of that could not be hidden."""
-        if handover.transfer_s is not None:
-            self._kv_transfer.observe(handover.transfer_s)
-        if handover.exposed_s is not None:
-            self._kv_exposed.observe(handover.exposed_s)
+        _observe_known(self._handovers, handover)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)
 
-    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-        return Counter(PREFIX + name, text, labels, registry=self._registry)
+    def _time_histograms(self, table: Mapping[str, tuple[str, str]]) -> dict[str, Histogram]:
+        """By field: table values are names and texts."""
+        return {field: self._histogram(name, text, _ANY_S) for field, (name, text) in table.items()}
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(PREFIX + name, text, registry=self._registry)
+
+    def _counter_by(self, label: str, values: Iterable[str], name: str, text: str) -> Counter:
+        """One with a label, which shows 0 for each of these values from the start."""
+        counter = Counter(PREFIX + name, text, (label,), registry=self._registry)
+        for value in values:
+            counter.labels(value)
+        return counter
 
 
 class WorkerCollector(Collector):
@@ -245,6 +261,14 @@ class RequestTimer:
         if self._num_tokens > 1 and self._first_at is not None:
             per_token = (self._last_at - self._first_at) / (self._num_tokens - 1)
             self._metrics.time_per_output_token.observe(per_token)
+
+
+def _observe_known(histograms: Mapping[str, Histogram], times: Phases | KvHandover) -> None:
+    """Each field goes to its histogram, where it is known."""
+    for field, histogram in histograms.items():
+        seconds = getattr(times, field)
+        if seconds is not None:
+            histogram.observe(seconds)
 
 
 def _gauge(name: str, text: str, workers: Sequence[Worker], value: Callable[[Worker], float]) -> GaugeMetricFamily:

@@ -36,14 +36,17 @@ def sampling_for(
     ContextLengthError, InvalidFieldError.
     """
     max_tokens = _max_tokens(request.asked_max_tokens, num_prompt, max_model_len, default_max_tokens)
-    # Where nothing is to be generated, the token that comes with the prompt's computation is not shown.
-    num_generated = max(1, max_tokens)
     if request.min_tokens > max_tokens:
         raise InvalidFieldError(
             f"min_tokens: {request.min_tokens} is more than max_tokens, which is {max_tokens}", param="min_tokens"
         )
+    # Where nothing is to be generated, the token that comes with the prompt's computation is not shown.
+    return _parameters(request, max(1, max_tokens), seed, constraints)
+
+
+def _parameters(request: GenerationRequest, max_tokens: int, seed: int, constraints: Constraints) -> SamplingParams:
     return SamplingParams(
-        max_tokens=num_generated,
+        max_tokens=max_tokens,
         seed=seed,
         temperature=request.temperature,
         top_k=max(0, request.top_k),

@@ -1,7 +1,8 @@
 """What all endpoints share: the parts of the gateway, and the checks that each call goes through."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from msgspec import structs
@@ -26,7 +27,7 @@ from gateway.schemas import GenerationRequest, StreamOptions
 from gateway.token_texts import TokenTexts
 from gateway.tokenizer import Tokenizer
 from gateway.validation import FieldRules, convert, known_fields, parse_object
-from kvtransfer.messages import MAX_PROMPT_LOGPROBS
+from kvtransfer.messages import MAX_PROMPT_LOGPROBS, SamplingParams
 
 _Request = TypeVar("_Request")
 
@@ -112,29 +113,22 @@ class Service:
         mode: Mode | None,
         echoes: Sequence[Echo | None] = (None,),
     ) -> Call:
-        """The call for these prompts, which share one seed: the choices of each in turn; with
-        beams, one that all of them begin from. Raises ContextLengthError,
-        InvalidFieldError."""
+        """The call for these prompts, which share one seed: the choices of each in turn; with beams, one that all of
+        them begin from. Raises ContextLengthError, InvalidFieldError."""
         self._check_num_choices(len(prompts) * request.n)
         seed = draw_seed(self.settings.default_seed) if request.seed is None else request.seed
-        traits = Traits(request.cache_salt or "", request.priority, mode)
-        choices: list[Choice] = []
-        for prompt, echo in zip(prompts, echoes, strict=True):
-            sampling = sampling_for(
-                request,
-                num_prompt=len(prompt),
-                max_model_len=max_model_len,
-                default_max_tokens=default_max_tokens,
-                seed=seed,
-                constraints=constraints,
-            )
-            for choice_index in range(1 if request.use_beam_search else request.num_choices):
-                drawn = structs.replace(sampling, choice_index=choice_index)
-                choices.append(Choice(len(choices), prompt, drawn, traits, echo))
+        sampling_of = partial(
+            sampling_for,
+            request,
+            max_model_len=max_model_len,
+            default_max_tokens=default_max_tokens,
+            seed=seed,
+            constraints=constraints,
+        )
         return Call(
             shape=shape,
             model=self.check_model(request.model),
-            choices=tuple(choices),
+            choices=_choices(request, mode, prompts, echoes, lambda prompt: sampling_of(num_prompt=len(prompt))),
             rules=_text_rules(request),
             stream=(request.stream_options or StreamOptions()) if request.stream else None,
             started_at=started_at,
@@ -147,6 +141,24 @@ async def read_request(scope: Scope, receive: Receive, request_type: type[_Reque
     """The checked request in the body. Raises ApiError."""
     fields: Mapping[str, Any] = parse_object(await read_json_body(scope, receive))
     return convert(known_fields(fields, request_type, rules), request_type)
+
+
+def _choices(
+    request: GenerationRequest,
+    mode: Mode | None,
+    prompts: Sequence[tuple[int, ...]],
+    echoes: Sequence[Echo | None],
+    sampling_of: Callable[[tuple[int, ...]], SamplingParams],
+) -> tuple[Choice, ...]:
+    """Those of each prompt in turn, numbered through."""
+    traits = Traits(request.cache_salt or "", request.priority, mode)
+    choices: list[Choice] = []
+    for prompt, echo in zip(prompts, echoes, strict=True):
+        sampling = sampling_of(prompt)
+        for choice_index in range(1 if request.use_beam_search else request.num_choices):
+            drawn = structs.replace(sampling, choice_index=choice_index)
+            choices.append(Choice(len(choices), prompt, drawn, traits, echo))
+    return tuple(choices)
 
 
 def _text_rules(request: GenerationRequest) -> TextRules:
