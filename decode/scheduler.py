@@ -156,7 +156,7 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand, DecodeLimits]):
     def _start_running(self, request: DecodeJob, drawn: Mapping[RequestKey, Drawn], now: float) -> None:
         request.record(LifetimeEvent.SPLICED, now)
         self._run(request)
-        self._computed(request, request.num_prefill)
+        self._blocks.note_computed(request, request.num_prefill)
         for member in (request, *self._fork(request)):
             self._take(member, drawn.get(member.key), now)
 
@@ -201,11 +201,11 @@ class DecodeScheduler(GrowingBook[DecodeJob, ReceptionCommand, DecodeLimits]):
     def _admit(self, request: DecodeJob) -> bool:
         """Gives a waiting request its blocks, if they are to be had. What computes here computes one token at least."""
         num_tokens = request.num_prefill
-        cached = self._cached_blocks(request, num_tokens - 1 if request.is_local else num_tokens)
+        cached = self._blocks.find_cached(request, num_tokens - 1 if request.is_local else num_tokens)
         if not self._fits(request, num_tokens, cached):
             return False
         self._waiting.remove(request)
-        self._first_blocks(request, num_tokens, cached)
+        self._blocks.take_first(request, num_tokens, cached)
         return True
 
     # --- queue, end, word

@@ -159,13 +159,9 @@ class GrowingBook(RequestBook[Grower, Command, Limits]):
         """The first tokens are drawn: each follower becomes a request of its own on the leader's blocks."""
         followers = self._followers_of(request)
         for follower in followers:
-            self._pool.share(request.block_ids, owner=follower.key)
-            follower.block_ids = list(request.block_ids)
-            follower.num_computed = request.num_computed
+            self._blocks.fork(request, follower)
             follower.part()
             self._run(follower)
-            if names := self._names.get(request.key):
-                self._names[follower.key] = names.copy()
         return followers
 
     def _preempt(self, request: Grower) -> None:
@@ -174,7 +170,7 @@ class GrowingBook(RequestBook[Grower, Command, Limits]):
         self._running.remove(request)
         if self._swap is not None and request.num_computed:
             self._moves += self._swap.save(request.key, request.block_ids, request.num_computed)
-        self._give_back(request)
+        self._blocks.give_back(request)
         request.num_computed = 0
         request.move(RequestState.PREEMPTED)
         bisect.insort(self._preempted, request, key=self._place)
@@ -184,11 +180,11 @@ class GrowingBook(RequestBook[Grower, Command, Limits]):
         """Lets those come back that there is room for, in order."""
         while self._preempted:
             request = self._preempted[0]
-            cached = self._cached_blocks(request, request.num_tokens - 1)
+            cached = self._blocks.find_cached(request, request.num_tokens - 1)
             if not self._fits(request, request.num_tokens, cached):
                 return
             self._preempted.pop(0)
-            self._take_blocks(request, request.num_tokens, cached)
+            self._blocks.take(request, request.num_tokens, cached)
             self._restore(request)
             self._run(request)
 
@@ -197,7 +193,7 @@ class GrowingBook(RequestBook[Grower, Command, Limits]):
         if self._swap is not None:
             num_tokens, moves = self._swap.restore(request.key, request.block_ids, request.num_computed)
             self._moves += moves
-            self._computed(request, num_tokens)
+            self._blocks.note_computed(request, num_tokens)
 
     # --- ends, word
 

@@ -54,11 +54,11 @@ class LocalScheduler(GrowingBook[GrowingJob, NoReturn, LocalLimits]):
         """Blocks for those that wait; who does not fit holds up all behind it, and who was preempted goes first."""
         while self._waiting and not self._preempted and self.num_running < self._limits.max_num_seqs:
             request = self._waiting[0]
-            cached = self._cached_blocks(request, request.num_prefill - 1)
+            cached = self._blocks.find_cached(request, request.num_prefill - 1)
             if not self._fits(request, request.num_prefill, cached):
                 return
             self._waiting.pop(0)
-            self._first_blocks(request, request.num_prefill, cached)
+            self._blocks.take_first(request, request.num_prefill, cached)
             request.record(LifetimeEvent.RESERVED, now)
             self._run(request)
 

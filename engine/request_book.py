@@ -18,8 +18,8 @@ from typing import Generic, Protocol, TypeVar
 
 from engine.block_moves import BlockMove
 from engine.block_pool import BlockPool
-from engine.prefix_hash import BlockNames
 from engine.request import Outgoing, Request, RequestState, RowLogprobs, ScheduledRow, StepResult
+from engine.request_blocks import RequestBlocks
 from engine.stopping import finish_reason
 from kvtransfer.messages import (
     MAX_TEXT_CHARS,
@@ -66,6 +66,7 @@ class RequestBook(abc.ABC, Generic[Job, Command, Limits]):
 
     def __init__(self, pool: BlockPool, rules: QueueRules, limits: Limits, eos_token_ids: AbstractSet[int]) -> None:
         self._pool = pool
+        self._blocks = RequestBlocks(pool, share_prefixes=rules.share_prefixes)
         self._rules = rules
         self._limits = limits
         self._eos_token_ids = eos_token_ids
@@ -73,7 +74,6 @@ class RequestBook(abc.ABC, Generic[Job, Command, Limits]):
         self._waiting: list[Job] = []  # both in the order of their places
         self._running: list[Job] = []
         self._num_arrivals = 0
-        self._names: dict[RequestKey, BlockNames] = {}
         self._outputs: list[Outgoing] = []
         self._commands: list[Command] = []
         self._moves: list[BlockMove] = []
@@ -111,7 +111,7 @@ class RequestBook(abc.ABC, Generic[Job, Command, Limits]):
             kv_usage=pool.usage,
             num_free_blocks=pool.num_free,
             num_blocks=pool.num_blocks,
-            kv_waste=self._waste(),
+            kv_waste=self._blocks.waste(self._requests.values()),
             prefix_queries=counts.num_queried,
             prefix_hits=counts.num_hit,
             prefix_evictions=counts.num_evicted,
@@ -206,7 +206,7 @@ class RequestBook(abc.ABC, Generic[Job, Command, Limits]):
             if row.count == 0:
                 continue  # a follower's: it has its token with its leader
             job, told = self._requests[row.request.key], result.logprobs.get(index, RowLogprobs())
-            self._computed(job, row.stop)
+            self._blocks.note_computed(job, row.stop)
             if told.prompt:
                 self._say_scores(job, told.prompt)
             if row.samples:
@@ -232,7 +232,7 @@ class RequestBook(abc.ABC, Generic[Job, Command, Limits]):
         """Why it ends with the token that it has just got, if it does."""
         return finish_reason(request, self._eos_token_ids, self._limits.max_model_len)
 
-    # --- order and blocks
+    # --- order
 
     def _place(self, request: Job) -> Place:
         priority = request.spec.priority if self._rules.by_priority else 0
@@ -245,61 +245,6 @@ class RequestBook(abc.ABC, Generic[Job, Command, Limits]):
         """Takes part in steps from now on."""
         request.move(RequestState.RUNNING)
         bisect.insort(self._running, request, key=self._place)
-
-    def _cached_blocks(self, request: Job, num_tokens: int) -> list[int]:
-        """Blocks that hold the KV of the request's first tokens already, of `num_tokens` at most."""
-        if not self._rules.share_prefixes or request.scores_prompt:
-            return []
-        num_full = num_tokens // self._pool.block_size
-        return self._pool.find(self._names_of(request, num_full)[:num_full])
-
-    def _take_blocks(self, request: Job, num_tokens: int, cached: Sequence[int]) -> None:
-        """Gives a request without blocks room for `num_tokens` tokens, the first of them in the blocks `cached`."""
-        assert not request.block_ids, request.key
-        self._pool.share(cached, owner=request.key)
-        request.num_computed = len(cached) * self._pool.block_size
-        fresh = self._pool.allocate(num_tokens - request.num_computed, owner=request.key)
-        request.block_ids = [*cached, *fresh]
-
-    def _first_blocks(self, request: Job, num_tokens: int, cached: Sequence[int]) -> None:
-        """Admits a request: what is found of its prompt now counts, not what is found of itself after a preemption."""
-        self._take_blocks(request, num_tokens, cached)
-        request.num_cached = request.num_computed
-        for follower in request.followers:
-            follower.num_cached = request.num_computed
-        self._pool.note_lookup(num_tokens, request.num_cached)
-
-    def _computed(self, request: Job, num_tokens: int) -> None:
-        """The KV of the first `num_tokens` tokens is in the pool: full blocks can be shared from now on."""
-        size = self._pool.block_size
-        before, request.num_computed = request.num_computed // size, num_tokens
-        full = num_tokens // size
-        if self._rules.share_prefixes and full > before:
-            names = self._names_of(request, full)
-            for index in range(before, full):
-                self._pool.name(request.block_ids[index], names[index])
-
-    def _names_of(self, request: Job, num_blocks: int) -> Sequence[bytes]:
-        """Names of the request's first `num_blocks` blocks, and perhaps of more."""
-        names = self._names.get(request.key)
-        if names is None:
-            salt = request.spec.cache_salt
-            names = BlockNames({"cache_salt": salt} if salt else {}, self._pool.block_size)
-            self._names[request.key] = names
-        return names.of(request, num_blocks)
-
-    def _waste(self) -> float:
-        """Share of the slots in owned blocks that hold no token and that none is on its way to; a block that several
-        share counts once, as its fullest owner sees it."""
-        size = self._pool.block_size
-        slots = self._pool.num_used * size
-        spare: dict[int, int] = {}
-        for request in self._requests.values():
-            filled = _num_meant(request)
-            for index in range(filled // size, len(request.block_ids)):
-                block_id, num_free = request.block_ids[index], size - max(0, filled - index * size)
-                spare[block_id] = min(num_free, spare.get(block_id, num_free))
-        return sum(spare.values()) / slots if slots else 0.0
 
     def _say_scores(self, request: Job, logprobs: tuple[TokenLogprob, ...]) -> None:
         """Tells the gateway how likely the prompt's next tokens were."""
@@ -350,21 +295,8 @@ class RequestBook(abc.ABC, Generic[Job, Command, Limits]):
         elif request in self._waiting:
             self._waiting.remove(request)
 
-    def _give_back(self, request: Job) -> None:
-        """Frees a request's blocks; what they hold can still be shared."""
-        self._pool.free(request.block_ids, owner=request.key)
-        request.block_ids = []
-
     def _release(self, request: Job, now: float) -> None:
         """Frees a request's blocks and forgets it."""
-        self._give_back(request)
+        self._blocks.forget(request)
         request.move(RequestState.ENDED)
-        self._names.pop(request.key, None)
         del self._requests[request.key]
-
-
-def _num_meant(request: Request) -> int:
-    """Tokens whose KV is in the request's blocks, or on its way there."""
-    if request.state is RequestState.RUNNING:  # what one that was preempted had generated is on its way too
-        return request.num_tokens
-    return max(request.num_computed, request.num_prefill)

@@ -146,11 +146,11 @@ class PrefillScheduler(RequestBook[PrefillJob, TransferCommand, PrefillLimits]):
             request = self._waiting[0]
             if sum(job.num_members for job in (*self._running, request)) > self._limits.max_num_seqs:
                 return
-            cached = self._cached_blocks(request, request.num_prefill - 1)
+            cached = self._blocks.find_cached(request, request.num_prefill - 1)
             if not self._pool.can_fit(request.num_prefill, shared=cached):
                 return
             self._waiting.pop(0)
-            self._first_blocks(request, request.num_prefill, cached)
+            self._blocks.take_first(request, request.num_prefill, cached)
             self._run(request)
             if request.target is not None:
                 request.lent = True

@@ -54,6 +54,7 @@ PURE_FILES = (
     "engine/prefix_hash.py",
     "engine/request.py",
     "engine/growing_book.py",
+    "engine/request_blocks.py",
     "engine/request_book.py",
     "kvtransfer/complaints.py",
     "kvtransfer/gateway_link.py",
