@@ -25,6 +25,7 @@ from msgspec import structs
 
 from gateway.backend import ClusterStatus
 from gateway.handshake import identity_fault, peer_fault, vocabulary_fault
+from gateway.retired import RetiredStarts
 from gateway.worker import Worker
 from kvtransfer.errors import IdentityError, MessageError, SettingsError
 from kvtransfer.link_name import worker_of
@@ -95,16 +96,12 @@ class Tick:
 class Cluster:
     """The live workers. `epoch` names this run of the gateway. Counts malformed messages in `num_malformed`."""
 
-    MAX_RETIRED = 1024
-
     def __init__(self, epoch: str, settings: ClusterSettings) -> None:
         self.epoch = epoch
         self.num_malformed = 0
         self._settings = settings
         self._workers: dict[str, Worker] = {}
-        # (worker id, generation) that can't come back, oldest first, and why. Without it two processes with one id
-        # would replace each other for ever, and a worker that drains would be taken in again.
-        self._retired: dict[tuple[str, str], str] = {}
+        self._retired = RetiredStarts()
         self._last_tick: float | None = None
         self._next_beat = float("-inf")
 
@@ -149,7 +146,7 @@ class Cluster:
         if worker is None or worker.generation != message.generation:
             return self._on_stranger(sender, message.generation)
         if isinstance(message, Goodbye):
-            self._retire(worker, "it has said goodbye")
+            self._retired.add(worker.ref, "it has said goodbye")
             return Reaction(departed=self.drop(worker.worker_id, f"left: {message.reason}"))
         if worker.has_lost(message):
             return Reaction(reply=Reintroduce(self.epoch), departed=self.drop(worker.worker_id, "messages were lost"))
@@ -264,7 +261,7 @@ class Cluster:
         return None if peer is None else peer_fault(hello, peer.hello)
 
     def _registry_fault(self, sender: str, hello: Hello) -> str | None:
-        retired = self._retired.get((hello.worker_id, hello.generation))
+        retired = self._retired.reason((hello.worker_id, hello.generation))
         if retired is not None:
             return f"this start of worker {hello.worker_id} is over: {retired}"
         holder = self._workers.get(hello.worker_id)
@@ -281,13 +278,8 @@ class Cluster:
         has dropped what it had of ours, as a new start would."""
         holder = self._workers.get(hello.worker_id)
         if holder is not None and holder.generation != hello.generation:
-            self._retire(holder, "a newer worker has the same id; choose another id")
+            self._retired.add(holder.ref, "a newer worker has the same id; choose another id")
         return self.drop(hello.worker_id, "started anew")
-
-    def _retire(self, worker: Worker, reason: str) -> None:
-        self._retired[worker.worker_id, worker.generation] = reason
-        if len(self._retired) > self.MAX_RETIRED:
-            del self._retired[next(iter(self._retired))]
 
     def _is_capable(self, worker: Worker, now: float) -> bool:
         return not worker.is_leaving and not self._has_stalled(worker, now)

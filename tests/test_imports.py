@@ -92,6 +92,7 @@ PURE_FILES = (
     "gateway/merge.py",
     "gateway/modes.py",
     "gateway/ranking.py",
+    "gateway/retired.py",
     "gateway/router.py",
     "gateway/structured.py",
     "grammar/compiler.py",

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gateway.cluster import Cluster, ClusterSettings
 from gateway.dispatch import DispatchSettings
 from gateway.flights import Flights
+from gateway.retired import RetiredStarts
 from kvtransfer.channel import decode_from_gateway, decode_from_worker, encode
 from kvtransfer.messages import EndReason, PrefillRequest, RequestOutput, StepOutput
 from tests.fuzz.hostile import NUMBERS, QUICK, TREES, VALUES, frame_of, spoilt, tree_of
@@ -113,7 +114,7 @@ async def lie(it, worker_id, start, tokens, reason) -> None:
 def check(it) -> None:
     it.dispatcher.check_integrity()
     assert len(it.cluster.workers) <= LIMITS.max_workers
-    assert len(it.cluster._retired) <= Cluster.MAX_RETIRED
+    assert len(it.cluster._retired) <= RetiredStarts.MAX_RETIRED
     assert len(it.dispatcher._flights._late_cancels) <= Flights.MAX_LATE_CANCELS_PER_TICK
     for _, message in it.control.sent[-4:]:
         assert decode_from_gateway(encode(message)) == message, "the worker could not read this"
@@ -136,11 +137,11 @@ def test_workers_that_come_and_go_fill_no_book():
 
     async def run() -> None:
         async with world("prefill-0", cluster=LIMITS) as it:
-            for number in range(Cluster.MAX_RETIRED + 50):
+            for number in range(RetiredStarts.MAX_RETIRED + 50):
                 await it.hear("decode-0", hello("decode-0", f"g{number}"))
                 await it.hear(f"decode-{10 + number % 40}", hello(f"decode-{10 + number % 40}"))
             assert len(it.cluster.workers) == LIMITS.max_workers
-            assert len(it.cluster._retired) == Cluster.MAX_RETIRED
+            assert len(it.cluster._retired) == RetiredStarts.MAX_RETIRED
             for number in range(400):
                 await it.hear("decode-0", StepOutput("g1073", number + 1, (RequestOutput(f"r{number}", 0, 0, (1,)),)))
             assert len(it.dispatcher._flights._late_cancels) <= Flights.MAX_LATE_CANCELS_PER_TICK

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from gateway.cluster import Cluster, ClusterSettings
+from gateway.retired import RetiredStarts
 from kvtransfer.errors import IdentityError, MessageError, SettingsError
 from kvtransfer.messages import (
     PROTOCOL_VERSION,
@@ -257,9 +258,9 @@ def test_goodbye_ends_it_at_once_and_for_good():
 
 def test_the_memory_of_past_generations_is_bounded():
     cluster = make("decode-0")
-    for number in range(2, Cluster.MAX_RETIRED + 10):
+    for number in range(2, RetiredStarts.MAX_RETIRED + 10):
         tell(cluster, "decode-0", hello("decode-0", f"g{number}"), 1.0)
-    assert len(cluster._retired) == Cluster.MAX_RETIRED
+    assert len(cluster._retired) == RetiredStarts.MAX_RETIRED
     assert ("decode-0", "g1") not in cluster._retired
 
 
