@@ -16,6 +16,7 @@ from engine.startup import failures_in_one_line
 from engine.swap_space import SwapSpace
 from kvtransfer.addresses import endpoint
 from kvtransfer.channel import ControlClient, KvListener, endpoint_port
+from kvtransfer.command_line import parse
 from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.curve import CurveKeys, load_keys
 from kvtransfer.faults import witness_of
@@ -25,7 +26,6 @@ from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Role
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
-from kvtransfer.settings import parse
 from kvtransfer.signals import exit_on_signals, run_and_leave
 from kvtransfer.steady_memory import settle_memory
 from kvtransfer.worker import Wake, Worker, WorkerEvent, stop_on_signals

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from engine.errors import CapacityError, DeviceError, EngineError
 from kernels.errors import KernelsError
+from kvtransfer.command_line import exit_with
 from kvtransfer.errors import SettingsError
-from kvtransfer.settings import exit_with
 
 
 @contextmanager

@@ -24,10 +24,10 @@ from gateway.modes import Mode, ModeRules
 from gateway.server import make_server
 from gateway.tokenizer import Tokenizer
 from kvtransfer.channel import ControlServer
+from kvtransfer.command_line import one_line_errors, parse
 from kvtransfer.curve import GATEWAY_KEY, CurveKeys, load_keys
 from kvtransfer.errors import SettingsError
 from kvtransfer.logs import configure_logging
-from kvtransfer.settings import one_line_errors, parse
 from kvtransfer.signals import STOP_SIGNALS, exit_on_signals, run_and_leave
 from launcher.default_model import resolve_model
 

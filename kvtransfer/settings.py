@@ -1,28 +1,22 @@
-"""One way from a frozen dataclass to flags and environment variables, for every role.
+"""One way to say what can be set, for every role: a frozen dataclass, whose fields are flags and environment variables.
 
     @dataclass(frozen=True, kw_only=True)
     class ServerConfig(Settings):
         port: int = setting(8000, "Port to listen on.", ge=0, le=65535)
 
-    config = parse(ServerConfig, sys.argv[1:], os.environ, "kvsplice server", "Serves.")
-
-A field `max_model_len` is the flag `--max-model-len` and the variable `KVSPLICE_MAX_MODEL_LEN`; a flag beats a
-variable, a variable beats the default. Whatever is wrong ends in one line on stderr and exit code 2.
+A field `max_model_len` is the flag `--max-model-len` and the variable `KVSPLICE_MAX_MODEL_LEN`. From these to a config:
+`kvtransfer/command_line.py`.
 """
 
-import argparse
-import difflib
 import math
-import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvtransfer.errors import SettingsError
-from kvtransfer.variables import ENV_PREFIX, KNOWN_VARIABLES
+from kvtransfer.variables import ENV_PREFIX
 
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
@@ -160,12 +154,12 @@ class Option:
             return self.kind(text)
         except ValueError:
             wanted = "a whole number" if self.kind is int else "a number"
-            raise SettingsError(f"{self.label} must be {wanted}, not {_quoted(text)}") from None
+            raise SettingsError(f"{self.label} must be {wanted}, not {quoted(text)}") from None
 
     def _convert_bool(self, text: str) -> bool:
         word = text.strip().lower()
         if word not in _TRUE | _FALSE:
-            raise SettingsError(f"{self.label} must be true or false, not {_quoted(text)}")
+            raise SettingsError(f"{self.label} must be true or false, not {quoted(text)}")
         return word in _TRUE
 
     def check(self, value: Any) -> None:
@@ -176,7 +170,7 @@ class Option:
             raise SettingsError(f"{self.label} must not be empty")
         about = self.about
         if about.choices and value not in about.choices:
-            raise SettingsError(f"{self.label} must be one of {', '.join(about.choices)}, not {_quoted(str(value))}")
+            raise SettingsError(f"{self.label} must be one of {', '.join(about.choices)}, not {quoted(str(value))}")
         if self.kind is float and not math.isfinite(value):
             raise SettingsError(f"{self.label} must be finite, not {value}")
         if about.ge is not None and value < about.ge:
@@ -205,101 +199,6 @@ def to_flags(config_class: type[Settings], values: Mapping[str, Any]) -> list[st
     return argv
 
 
-_Config = TypeVar("_Config", bound=Settings)
-
-
-def parse(
-    config_class: type[_Config], argv: Sequence[str], environ: Mapping[str, str], prog: str, description: str
-) -> _Config:
-    """The config that flags and environment ask for. On `--help` exits with 0; on anything wrong prints one line
-    `PROG: error: ...` to stderr and exits with 2."""
-    table = options(config_class)
-    parser = _parser(table, prog, description)
-    with one_line_errors(prog):
-        given = vars(parser.parse_args(list(argv)))
-        refuse_unknown_variables(environ)
-        values = _values_from(environ, table) | {
-            option.name: _flag_value(option, given[option.name]) for option in table if option.name in given
-        }
-        return config_class(**values)
-
-
-@contextmanager
-def one_line_errors(prog: str) -> Iterator[None]:
-    """Turns a SettingsError inside the block into one line on stderr and exit code 2."""
-    try:
-        yield
-    except SettingsError as error:
-        exit_with(prog, error, 2)
-
-
-def exit_with(prog: str, error: Exception, code: int) -> NoReturn:
-    """Ends the process with one line `PROG: error: ...` on stderr."""
-    line = " ".join(str(error).split())
-    sys.stderr.write(f"{prog}: error: {line}\n")
-    raise SystemExit(code) from None
-
-
-def refuse_unknown_variables(environ: Mapping[str, str]) -> None:
-    """Raises SettingsError for a KVSPLICE_* variable that no role knows, or one that is set to nothing."""
-    for name in sorted(environ):
-        if not name.startswith(ENV_PREFIX):
-            continue
-        if name not in KNOWN_VARIABLES:
-            close = difflib.get_close_matches(name, sorted(KNOWN_VARIABLES), n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise SettingsError(f"unknown environment variable {_quoted(name)}{hint}")
-        if not environ[name].strip():
-            raise SettingsError(f"{name} is set to nothing; unset it to get the default")
-
-
-class _OneLineParser(argparse.ArgumentParser):
-    """argparse that leaves the error line to `one_line_errors`."""
-
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"{message} (--help lists all flags)")
-
-
-def _parser(table: Sequence[Option], prog: str, description: str) -> _OneLineParser:
-    parser = _OneLineParser(
-        prog=prog,
-        description=description,
-        epilog="A flag beats its environment variable, and the variable beats the default.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    titles = dict.fromkeys(option.about.group for option in table)
-    groups = {title: parser.add_argument_group(title) for title in titles}
-    for option in table:
-        _add(groups[option.about.group], option)
-    return parser
-
-
-def _add(group: argparse._ArgumentGroup, option: Option) -> None:
-    about = option.about
-    text = f"{about.help} [default: {option.default_text}] [env: {option.variable}]".replace("%", "%%")
-    if option.kind is bool:
-        group.add_argument(option.flag, dest=option.name, action=argparse.BooleanOptionalAction, help=text)
-        return
-    metavar = about.metavar or ("{" + ",".join(about.choices) + "}" if about.choices else _METAVARS[option.kind])
-    action = "append" if option.kind is tuple else "store"
-    group.add_argument(option.flag, dest=option.name, action=action, metavar=metavar, help=text)
-
-
-_METAVARS: Final[Mapping[type, str]] = types.MappingProxyType({int: "N", float: "X", str: "TEXT", tuple: "TEXT[,TEXT]"})
-
-
-def _flag_value(option: Option, given: Any) -> Any:
-    """argparse's value of a flag: bool, text, or (for tuples) a list of texts."""
-    if option.kind is bool:
-        return given
-    return option.convert(",".join(given) if option.kind is tuple else given)
-
-
-def _values_from(environ: Mapping[str, str], table: Sequence[Option]) -> dict[str, Any]:
-    return {option.name: option.convert(environ[option.variable]) for option in table if option.variable in environ}
-
-
 def _option(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]) -> Option:
     about = metadata.get("setting")
     assert isinstance(about, Setting), f"field {name} is not made with setting()"
@@ -310,6 +209,6 @@ def _option(name: str, hint: Any, default: Any, metadata: Mapping[str, Any]) -> 
     return Option(name, kind, types.NoneType in members, default, about)
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """`text` as a short printable literal."""
     return repr(text if len(text) <= 64 else text[:61] + "...")

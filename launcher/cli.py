@@ -10,8 +10,8 @@ from importlib.metadata import version
 from types import MappingProxyType
 from typing import Final, NoReturn
 
+from kvtransfer.command_line import exit_with, one_line_errors, parse
 from kvtransfer.logs import configure_logging
-from kvtransfer.settings import exit_with, one_line_errors, parse
 from kvtransfer.signals import run_and_leave
 from launcher.config import FetchConfig, HealthConfig, ServeConfig
 from launcher.generate_config import GenerateConfig

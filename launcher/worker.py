@@ -18,11 +18,11 @@ from decode.__main__ import build as build_decode
 from engine.assembly import Engine, assemble
 from engine.startup import failures_in_one_line
 from kvtransfer.channel import KvListener
+from kvtransfer.command_line import parse
 from kvtransfer.curve import CurveKeys, load_keys
 from kvtransfer.errors import SettingsError
 from kvtransfer.logs import configure_logging
 from kvtransfer.messages import Role
-from kvtransfer.settings import parse
 from kvtransfer.signals import exit_on_signals
 from kvtransfer.steady_memory import settle_memory
 from kvtransfer.worker import StopRequested, Worker

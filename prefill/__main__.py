@@ -10,6 +10,7 @@ from engine.cuda_lane import CudaLane
 from engine.grammar_door import GrammarDoor
 from engine.startup import failures_in_one_line
 from kvtransfer.channel import ControlClient
+from kvtransfer.command_line import parse
 from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.curve import CurveKeys, load_keys
 from kvtransfer.faults import witness_of
@@ -21,7 +22,6 @@ from kvtransfer.messages import PROTOCOL_VERSION, Hello, KvHello, Role
 from kvtransfer.send_commands import SenderTiming
 from kvtransfer.send_machine import KvSource
 from kvtransfer.sender import KvSender
-from kvtransfer.settings import parse
 from kvtransfer.signals import exit_on_signals, run_and_leave
 from kvtransfer.steady_memory import settle_memory
 from kvtransfer.worker import Wake, Worker, WorkerEvent, stop_on_signals

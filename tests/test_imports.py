@@ -27,6 +27,7 @@ ALLOWED = {
         "grammar",
         "kernels",
         "kvtransfer.addresses",
+        "kvtransfer.command_line",
         "kvtransfer.errors",
         "kvtransfer.faults",
         "kvtransfer.messages",

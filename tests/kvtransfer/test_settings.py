@@ -6,8 +6,9 @@ import pytest
 
 from decode.config import DecodeConfig
 from gateway.config import GatewayConfig
+from kvtransfer.command_line import parse
 from kvtransfer.errors import SettingsError
-from kvtransfer.settings import Settings, options, parse, setting, to_flags
+from kvtransfer.settings import Settings, options, setting, to_flags
 from kvtransfer.variables import KNOWN_VARIABLES
 from launcher.config import FetchConfig, HealthConfig, ServeConfig
 from launcher.generate_config import GenerateConfig

@@ -9,8 +9,8 @@ import yaml
 
 from decode.config import DecodeConfig
 from gateway.config import GatewayConfig
+from kvtransfer.command_line import parse
 from kvtransfer.curve import CurveKeys
-from kvtransfer.settings import parse
 from launcher.cli import COMMANDS
 from launcher.config import FetchConfig, HealthConfig
 from launcher.keys import make_keys

@@ -7,7 +7,7 @@ import pytest
 
 from decode.config import DecodeConfig
 from gateway.config import GatewayConfig
-from kvtransfer.settings import parse
+from kvtransfer.command_line import parse
 from launcher.config import ServeConfig
 from launcher.plan import Machine, plan, served_names
 from launcher.supervisor import PATIENCE_S

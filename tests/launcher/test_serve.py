@@ -24,7 +24,7 @@ from tests.launcher.children import is_running, wait_for
 SERVE = """
 import os, sys
 import launcher.serve as serving
-from kvtransfer.settings import one_line_errors
+from kvtransfer.command_line import one_line_errors
 from launcher.config import ServeConfig
 from launcher.plan import ChildSpec
 from pathlib import Path

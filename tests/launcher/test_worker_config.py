@@ -5,9 +5,9 @@ from dataclasses import fields
 import pytest
 
 from decode.config import DecodeConfig
+from kvtransfer.command_line import parse
 from kvtransfer.errors import SettingsError
 from kvtransfer.messages import Role
-from kvtransfer.settings import parse
 from launcher.worker_config import WorkerConfig
 from prefill.config import PrefillConfig
 
