@@ -19,7 +19,7 @@ from typing import Final
 from kvtransfer.errors import SettingsError
 from kvtransfer.layout import KvBody
 from kvtransfer.messages import MAX_BODY_BYTES, KvFirstToken, KvHeader, PrefillToDecode
-from kvtransfer.send_machine import KvOutlet
+from kvtransfer.targets import KvOutlet
 
 MAX_QUEUED: Final = 128
 """Messages to one peer, as in a real link's queue."""

@@ -10,14 +10,12 @@ IDLE_KEEPALIVES keepalives is hung up, and a refusal at its handshake forgotten 
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
-from kvtransfer.errors import MessageError, ProtocolError, SettingsError
+from kvtransfer.errors import MessageError, ProtocolError
 from kvtransfer.frames import PLAIN, FrameMaker, FrameOptions, first_token_of, offer_of
 from kvtransfer.layout import KvBody
 from kvtransfer.messages import (
-    DecodeTarget,
     DecodeToPrefill,
     KvAbort,
     KvCredit,
@@ -28,12 +26,12 @@ from kvtransfer.messages import (
     KvRevoke,
     KvTraffic,
     KvWelcome,
-    PrefillToDecode,
     Refused,
     RequestKey,
 )
 from kvtransfer.outgoing import OutgoingBook, OutgoingTransfer, Piece, TransferEnded, TransferOutcome, TransferTimes
 from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand, SenderTiming
+from kvtransfer.targets import KvOutlet, TargetBook
 
 logger = logging.getLogger(__name__)
 
@@ -52,33 +50,6 @@ class KvSource(Protocol):
         """K and V of the piece's layers for tokens [start, stop), each [layers, tokens, KV heads, head_dim], contiguous
         bytes."""
         ...
-
-
-class KvOutlet(Protocol):
-    """The links to decode workers, by worker id. Nothing here blocks."""
-
-    def dial(self, peer: str, endpoint: str) -> None:
-        """Opens a link; raises SettingsError for a bad endpoint."""
-        ...
-
-    def hang_up(self, peer: str) -> None: ...
-
-    def send(self, peer: str, message: PrefillToDecode, body: KvBody | None = None) -> bool:
-        """False if the queue to this peer is full."""
-        ...
-
-    def has_room(self, peer: str) -> bool:
-        """Whether a send would be taken now."""
-        ...
-
-
-@dataclass
-class _Peer:
-    target: DecodeTarget
-    used_at: float  # monotonic seconds
-    is_welcome: bool = False
-    refusal: str | None = None
-    wire_dtype: str | None = None
 
 
 class _Turn:
@@ -118,7 +89,7 @@ class SendMachine:
         self._timing = timing
         self._book = OutgoingBook()
         self._peer_of: dict[RequestKey, str] = {}
-        self._peers: dict[str, _Peer] = {}
+        self._peers = TargetBook(hello, outlet, self._fail_all)
         # To be said as soon as the peer's queue has room. If there are too many, the oldest are forgotten: decode gives
         # those transfers up when its lease runs out.
         self._aborts: deque[tuple[str, KvAbort]] = deque(maxlen=MAX_ABORTS)
@@ -160,7 +131,7 @@ class SendMachine:
             transfer.ready_at = now
 
     def _open(self, command: Open, now: float) -> None:
-        refusal = self._dial(command.target, now)
+        refusal = self._peers.dial(command.target, now)
         piece_bytes, max_tokens = self._frames.sizes()
         self._peer_of[command.key] = command.target.worker_id
         self._book.open(
@@ -176,29 +147,6 @@ class SendMachine:
         if refusal is not None:
             self._end(command.key, TransferOutcome.FAILED, refusal)
 
-    def _dial(self, target: DecodeTarget, now: float) -> str | None:
-        """Opens a link to `target` if there is none, and returns why it takes no KV, if so. A new generation replaces
-        the old one's link."""
-        peer = self._peers.get(target.worker_id)
-        if peer is not None and peer.target == target:
-            peer.used_at = peer.used_at if peer.refusal else now
-            return peer.refusal
-        if peer is not None:
-            self._drop_peer(target.worker_id, "the decode worker was restarted")
-        try:
-            self._outlet.dial(target.worker_id, target.kv_endpoint)
-        except SettingsError as error:
-            logger.error("decode worker %s: %s", target.worker_id, error)
-            return "the decode worker's KV address cannot be dialled"
-        self._outlet.send(target.worker_id, self._hello)
-        self._peers[target.worker_id] = _Peer(target, now)
-        return None
-
-    def _drop_peer(self, name: str, reason: str) -> None:
-        self._fail_all(name, reason)
-        self._outlet.hang_up(name)
-        del self._peers[name]
-
     def _fail_all(self, name: str, reason: str) -> None:
         for key in [key for key, peer in self._peer_of.items() if peer == name]:
             self._end(key, TransferOutcome.FAILED, reason)
@@ -210,16 +158,16 @@ class SendMachine:
             self._handle(name, message, now)
         except ProtocolError as error:
             logger.error("decode worker %s broke the protocol, closing the link: %s", name, error)
-            self._drop_peer(name, "the decode worker broke the protocol")
+            self._peers.drop(name, "the decode worker broke the protocol")
 
     def _handle(self, name: str, message: DecodeToPrefill | MessageError, now: float) -> None:
         match message:
             case MessageError():
                 raise message
             case KvWelcome():
-                self._on_welcome(name, message)
+                self._peers.welcomed(name, message, self._frames.dtype_for(message))
             case Refused(reason, again):
-                self._on_refused(name, reason, again=again)
+                self._peers.refused(name, reason, again=again)
             case KvGrant(request_id, attempt, first_token, window_bytes):
                 if transfer := self._heard_of(name, (request_id, attempt), now):
                     if wire_dtype := self._peers[name].wire_dtype:
@@ -237,32 +185,6 @@ class SendMachine:
             case KvRevoke(request_id, attempt, reason):
                 if self._heard_of(name, (request_id, attempt), now):
                     self._end((request_id, attempt), TransferOutcome.REVOKED, reason)
-
-    def _on_welcome(self, name: str, welcome: KvWelcome) -> None:
-        """Behind the address may be another decode worker by now, which has no room reserved for what is meant for
-        the one before."""
-        peer = self._peers[name]
-        if welcome.generation != peer.target.generation:
-            logger.warning("decode worker %s is not the one that was meant: it was restarted", name)
-            self._drop_peer(name, "the decode worker was restarted")
-            return
-        if peer.is_welcome:
-            return  # what was agreed on holds as long as the link
-        peer.is_welcome, peer.wire_dtype = True, self._frames.dtype_for(welcome)
-        logger.info("KV link to %s is up, in %s", name, peer.wire_dtype or self._hello.layout.dtype)
-
-    def _on_refused(self, name: str, reason: str, *, again: bool) -> None:
-        """At the handshake the first word holds; what follows answers what was sent behind KvHello. Later on, the
-        other side has lost track of this link (it was cut, or its peer restarted): the next transfer dials anew."""
-        peer = self._peers[name]
-        if peer.refusal is not None:
-            return
-        logger.error("decode worker %s refused our KV: %s", name, reason)
-        if again or peer.is_welcome:
-            self._drop_peer(name, reason)
-            return
-        peer.refusal = reason
-        self._fail_all(name, reason)
 
     def _heard_of(self, name: str, key: RequestKey, now: float) -> OutgoingTransfer | None:
         """The transfer `key` if it is open and goes to `name`; late messages of ended ones find nothing."""
@@ -338,7 +260,7 @@ class SendMachine:
         if now < self._next_keepalive:
             return
         self._next_keepalive = now + self._timing.keepalive
-        self._hang_up_idle(now - IDLE_KEEPALIVES * self._timing.keepalive)
+        self._peers.hang_up_idle(now - IDLE_KEEPALIVES * self._timing.keepalive, set(self._peer_of.values()))
         self._end_the_silent(now)  # behind the former: the link still has to take the abort
         for transfer in self._book:
             transfer.offered = False
@@ -348,8 +270,3 @@ class SendMachine:
         for transfer in self._book:
             if transfer.is_silent_since(now - self._timing.lease):
                 self._give_up(transfer.key, TransferOutcome.FAILED, reason, tell_peer=True)
-
-    def _hang_up_idle(self, idle_since: float) -> None:
-        busy = set(self._peer_of.values())
-        for name in [name for name, peer in self._peers.items() if peer.used_at < idle_since and name not in busy]:
-            self._drop_peer(name, "idle")

@@ -75,6 +75,7 @@ PURE_FILES = (
     "kvtransfer/send_commands.py",
     "kvtransfer/send_machine.py",
     "kvtransfer/stream.py",
+    "kvtransfer/targets.py",
     "engine/stopping.py",
     "engine/detokenizer.py",
     "engine/stops.py",

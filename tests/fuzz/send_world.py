@@ -184,7 +184,7 @@ class SendWorld:
         self.pool.books.check_integrity(self.pool.tables.items())
         assert len(self.machine) == len(self.pool.tables) == len(self.opened) - len(self.ends)
         assert self.machine._peer_of.keys() == self.pool.tables.keys()
-        assert self.machine._peers.keys() == self.outlet.open
+        assert set(self.machine._peers) == self.outlet.open
         assert len(self.machine._aborts) <= len(self.ends)
         for transfer in self.machine._book:
             assert (transfer.first_token or 0) <= transfer.num_tokens, transfer

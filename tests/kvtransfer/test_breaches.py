@@ -50,7 +50,7 @@ def test_a_peer_that_differs_is_refused_with_the_difference_on_both_sides(differ
         prefill.open(("next", 0), decode.target, 4)
         assert prefill.end_of(("next", 0)).reason == difference
     said_by = {record.name for record in caplog.records if difference in record.getMessage()}
-    assert said_by == {"kvtransfer.send_machine", "kvtransfer.receive_machine"}
+    assert said_by == {"kvtransfer.targets", "kvtransfer.receive_machine"}
 
 
 def test_a_difference_too_long_to_say_is_cut_and_still_understood():

@@ -60,7 +60,8 @@ def test_when_decode_comes_back_with_other_keys_what_was_under_way_fails_and_the
     with running(PrefillSide(security=keys["prefill"])) as prefill:
         first.expect(KEY, prefill.peer, 4)
         prefill.open(KEY, first.target, 4)
-        wait_until(lambda: any(peer.is_welcome for peer in prefill.sender._machine._peers.values()))
+        targets = prefill.sender._machine._peers
+        wait_until(lambda: any(targets[name].is_welcome for name in targets))
         first.receiver.stop()
         with running(decode_with(others["decode"], port=port)):
             assert prefill.end_of(KEY).outcome is TransferOutcome.FAILED

@@ -17,8 +17,8 @@ SECOND_LINES = (
     Mutation(
         "old-link-to-new-decode",
         "KV is offered to whoever sits behind the address now (it expects none, and takes none)",
-        "kvtransfer.send_machine:SendMachine._on_welcome",
-        "welcome.generation != peer.target.generation",
+        "kvtransfer.targets:TargetBook.welcomed",
+        "welcome.generation != known.target.generation",
         "False",
     ),
     Mutation(
@@ -73,8 +73,8 @@ SECOND_LINES = (
     Mutation(
         "broken-link-kept",
         "a link that decode has lost track of is used on (which is rare, and then its transfers are silent, and fail)",
-        "kvtransfer.send_machine:SendMachine._on_refused",
-        "self._drop_peer(name, reason)\n        return",
+        "kvtransfer.targets:TargetBook.refused",
+        "self.drop(name, reason)\n        return",
         "return",
     ),
     Mutation(

@@ -277,9 +277,9 @@ IN_PREFILL = (
     Mutation(
         "old-link-for-new-target",
         "a decode worker that was restarted is reached by the former link",
-        "kvtransfer.send_machine:SendMachine._dial",
-        "peer.target == target",
-        "peer.target.worker_id == target.worker_id",
+        "kvtransfer.targets:TargetBook.dial",
+        "known.target == target",
+        "known.target.worker_id == target.worker_id",
     ),
 )
 
