@@ -6,7 +6,6 @@ A prefill worker hangs up a link that it has not used for a lease, so one that w
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 from kvtransfer.complaints import Complaints
 from kvtransfer.errors import LossError, MessageError, ProtocolError
@@ -43,6 +42,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.peers import PeerBook
 from kvtransfer.receive_commands import Close, Expect, Grant, ReceiveCommand, ReceiverLimits
+from kvtransfer.reception_ends import ReceptionEnds
 from kvtransfer.stream import IncomingStream
 
 logger = logging.getLogger(__name__)
@@ -69,16 +69,15 @@ class ReceiveMachine:
     ) -> None:
         self._vocab_size, self._layout = identity[0].vocab_size, identity[1]
         self._generation = generation
-        self._sink = sink
         self._limits = limits
         self._send = send
         self._report = report
         self._intake = FrameIntake(self._layout, sink, limits.window_bytes // CREDITS_A_WINDOW, send)
         self._book = IncomingBook()
+        self._ends = ReceptionEnds(self._book, sink, send, report)
         self._peers = PeerBook(identity)
         self._complaints = Complaints()
         self._next_sweep = 0.0
-        self._first_frame_at: dict[RequestKey, float] = {}
         self.num_dropped = 0
 
     def __len__(self) -> int:
@@ -112,8 +111,7 @@ class ReceiveMachine:
             case Grant(key, first_token):
                 self._grant(key, first_token)
             case Close(key, reason):
-                self._revoke(key, reason)
-                self._end(key, ReceptionOutcome.CLOSED, reason)
+                self._ends.end(key, ReceptionOutcome.CLOSED, reason)
 
     def _expect(self, command: Expect, now: float) -> None:
         layers, heads = self._layout.num_layers, self._layout.num_kv_heads
@@ -121,7 +119,7 @@ class ReceiveMachine:
         offers = self._book.open(transfer)
         reasons = [offer.abort_reason for offer in offers if offer.abort_reason is not None]
         if reasons:
-            self._end(command.key, ReceptionOutcome.ABORTED, reasons[0])
+            self._ends.end(command.key, ReceptionOutcome.ABORTED, reasons[0])
             return
         for offer in offers:
             if self._book.get(command.key) is transfer:  # not ended by the offer before
@@ -150,7 +148,7 @@ class ReceiveMachine:
         if offer.num_tokens != transfer.num_tokens:
             reason = f"{offer.num_tokens} tokens offered, {transfer.num_tokens} expected"
             self._send(link, KvRevoke(*transfer.key, reason=reason))
-            self._fail(transfer, link, reason)
+            self._fail(transfer, reason, but=link)
             return
         stream = transfer.streams.get(link)
         if stream is None:
@@ -204,7 +202,7 @@ class ReceiveMachine:
         heads = self._peers.heads_on(link)
         for transfer in self._book:
             if transfer.peer[0] == peer[0] and (transfer.peer != peer or transfer.has_stream_for(heads)):
-                self._fail(transfer, link, "the prefill worker was restarted or dialled anew")
+                self._fail(transfer, "the prefill worker was restarted or dialled anew", but=link)
 
     def _on_offer(self, link: bytes, peer: PeerId, offer: KvOffer, now: float) -> None:
         key, heads = (offer.request_id, offer.attempt), self._peers.heads_on(link)
@@ -245,8 +243,7 @@ class ReceiveMachine:
         now: float,
     ) -> None:
         if isinstance(message, KvAbort):
-            self._revoke(transfer.key, message.reason, but=link)
-            self._end(transfer.key, ReceptionOutcome.ABORTED, message.reason)
+            self._ends.end(transfer.key, ReceptionOutcome.ABORTED, message.reason, but=link)
             return
         stream = transfer.streams.get(link)
         if stream is None or stream.first_token is None:
@@ -258,7 +255,7 @@ class ReceiveMachine:
                 self._on_first_token(transfer, stream, message)
             else:
                 assert isinstance(message, KvHeader), message
-                self._first_frame_at.setdefault(transfer.key, now)
+                self._ends.note_frame(transfer.key, now)
                 self._intake.take(stream, message, body)
         except LossError as error:
             self._lose(transfer, error)
@@ -269,47 +266,15 @@ class ReceiveMachine:
                 raise ProtocolError(f"first token {token_id} of {self._vocab_size}")
         self._intake.on_first_token(stream, message)
         if transfer.has_arrived:
-            self._arrived(transfer)
+            self._ends.arrived(transfer)
 
     def _lose(self, transfer: IncomingTransfer, error: LossError) -> None:
         """Losses beyond what is sent again cost the transfer; the link is as good as before."""
         logger.error("KV of %s from %s: %s", transfer.key, transfer.peer[0], error)
-        self._fail(transfer, None, str(error))
+        self._fail(transfer, str(error))
 
-    def _arrived(self, transfer: IncomingTransfer) -> None:
-        token_id = transfer.first_token_id
-        self._sink.finish(transfer.key)
-        for link in transfer.streams:
-            self._send(link, KvDone(*transfer.key))
-        self._end(transfer.key, ReceptionOutcome.ARRIVED, first_token_id=token_id, arrived=transfer)
-
-    def _fail(self, transfer: IncomingTransfer, link: bytes | None, reason: str) -> None:
-        """Ends a transfer; its links are told, except the one that brought the reason."""
-        self._revoke(transfer.key, reason, but=link)
-        self._end(transfer.key, ReceptionOutcome.FAILED, reason)
-
-    def _revoke(self, key: RequestKey, reason: str, but: bytes | None = None) -> None:
-        transfer = self._book.get(key)
-        for link in transfer.streams if transfer is not None else ():
-            if link != but:
-                self._send(link, KvRevoke(*key, reason=reason))
-
-    def _end(
-        self,
-        key: RequestKey,
-        outcome: ReceptionOutcome,
-        reason: str = "",
-        *,
-        first_token_id: int | None = None,
-        arrived: IncomingTransfer | None = None,
-    ) -> None:
-        first_frame_at = self._first_frame_at.pop(key, None)
-        if self._book.close(key, outcome) is None:
-            return
-        ended = ReceptionEnded(key, outcome, first_token_id, first_frame_at, reason)
-        if arrived is not None:
-            ended = replace(ended, siblings=arrived.siblings, first_logprob=arrived.first_logprob)
-        self._report(ended)
+    def _fail(self, transfer: IncomingTransfer, reason: str, but: bytes | None = None) -> None:
+        self._ends.end(transfer.key, ReceptionOutcome.FAILED, reason, but=but)
 
     def _drop_peer(self, link: bytes, reason: str, now: float) -> None:
         """A breach of protocol costs the sender its link, and the transfers on it; nobody else anything.
@@ -325,7 +290,7 @@ class ReceiveMachine:
             logger.error("KV peer %s broke the protocol: %s", peer[0], reason)
         for transfer in self._book:
             if transfer.peer == peer:
-                self._fail(transfer, link, "the prefill worker broke the protocol")
+                self._fail(transfer, "the prefill worker broke the protocol", but=link)
 
     def sweep(self, now: float) -> None:
         if now < self._next_sweep:
@@ -333,6 +298,5 @@ class ReceiveMachine:
         self._next_sweep = now + self.sweep_interval
         self._peers.forget_idle(now - IDLE_LEASES * self._limits.lease, {transfer.peer for transfer in self._book})
         for transfer in self._book.silent_since(now - self._limits.lease):
-            self._revoke(transfer.key, "the lease ran out")
             reason = f"nothing heard from the prefill worker for {self._limits.lease:g} s"
-            self._end(transfer.key, ReceptionOutcome.FAILED, reason)
+            self._ends.end(transfer.key, ReceptionOutcome.FAILED, reason, told="the lease ran out")

@@ -72,6 +72,7 @@ PURE_FILES = (
     "kvtransfer/peers.py",
     "kvtransfer/receive_commands.py",
     "kvtransfer/receive_machine.py",
+    "kvtransfer/reception_ends.py",
     "kvtransfer/send_commands.py",
     "kvtransfer/send_machine.py",
     "kvtransfer/stream.py",

@@ -222,7 +222,7 @@ class ReceiveWorld:
         assert len(book._ended) <= MAX_REMEMBERED
         assert len(self.machine._peers) <= MAX_PEERS
         assert len(self.machine._complaints._said) <= MAX_SENDERS
-        assert self.machine._first_frame_at.keys() <= self.pool.tables.keys()
+        assert self.machine._ends._first_frame_at.keys() <= self.pool.tables.keys()
 
     def finish(self) -> None:
         """The honest transfers go on to their end; the others are closed. Then nothing is left."""

@@ -103,7 +103,7 @@ def test_a_close_reaches_the_other_side():
         decode.expect(KEY, prefill.peer, 16)
         prefill.open(KEY, decode.target, 16)
         prefill.compute(KEY, 16)
-        wait_until(lambda: decode.receiver._machine._first_frame_at)
+        wait_until(lambda: decode.receiver._machine._ends._first_frame_at)
         decode.receiver.close(KEY, "nobody waits")
         assert decode.end_of(KEY).outcome is ReceptionOutcome.CLOSED
         end = prefill.end_of(KEY)

@@ -21,7 +21,7 @@ def test_a_restarted_decode_worker_is_dialled_anew():
             old.expect(KEY, prefill.peer, 8)
             prefill.open(KEY, old.target, 8)
             prefill.compute(KEY, 4)
-            wait_until(lambda: old.receiver._machine._first_frame_at)
+            wait_until(lambda: old.receiver._machine._ends._first_frame_at)
             old.receiver.close(KEY, "crash")
             old.end_of(KEY)
             prefill.end_of(KEY)

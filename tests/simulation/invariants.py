@@ -236,7 +236,7 @@ class Invariants:
         if isinstance(node, PrefillNode):
             books |= {"aborts": machine._aborts, "peers of": machine._peer_of}
         else:
-            books |= {"parked offers": machine._book._parked, "first frames": machine._first_frame_at}
+            books |= {"parked offers": machine._book._parked, "first frames": machine._ends._first_frame_at}
         return {name: list(book) for name, book in books.items() if len(book)}
 
     def _check_all_ended(self, node: WorkerNode) -> None:

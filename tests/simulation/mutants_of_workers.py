@@ -360,14 +360,14 @@ IN_DECODE = (
     Mutation(
         "done-before-readable",
         "a transfer is acknowledged before the pool can be read",
-        "kvtransfer.receive_machine:ReceiveMachine._arrived",
+        "kvtransfer.reception_ends:ReceptionEnds.arrived",
         "self._sink.finish(transfer.key)",
         "pass",
     ),
     Mutation(
         "done-not-said",
         "prefill never hears that decode has everything",
-        "kvtransfer.receive_machine:ReceiveMachine._arrived",
+        "kvtransfer.reception_ends:ReceptionEnds.arrived",
         "self._send(link, KvDone(*transfer.key))",
         "pass",
     ),
