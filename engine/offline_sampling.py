@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from engine.errors import RejectedError
+from engine.shown_text import TextRules
 from kvtransfer import messages
 
 MAX_STOPS: Final = 16
@@ -72,6 +73,10 @@ class SamplingParams:
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else self.stop
+
+    @property
+    def text_rules(self) -> TextRules:
+        return TextRules(self.stops, self.include_stop_str_in_output, self.skip_special_tokens, self.min_tokens)
 
     def for_prompt(self, num_prompt: int, max_model_len: int, default_seed: int | None) -> messages.SamplingParams:
         """What the engine takes, for a prompt of `num_prompt` tokens; a seed is drawn if there is none."""

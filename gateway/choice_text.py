@@ -8,10 +8,9 @@ Where log probabilities are asked for, each token goes out with the text that it
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from engine.detokenizer import Detokenizer
-from engine.stops import StopScanner
+from engine.shown_text import ShownText, TextRules
 from gateway.backend import TokenDelta
 from gateway.echo import Echo
 from gateway.tokenizer import Tokenizer
@@ -19,14 +18,9 @@ from kvtransfer.messages import EndReason, TokenLogprob
 
 
 @dataclass(frozen=True)
-class TextRules:
-    """What of the tokens is shown. Stop strings count from token number `min_tokens` on. `only_prompt`: nothing of the
-    output is shown or counts."""
+class ChoiceRules(TextRules):
+    """What of a choice is shown. `only_prompt`: nothing of the output is shown or counts."""
 
-    stops: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    min_tokens: int = 0
     only_prompt: bool = False
 
 
@@ -57,9 +51,8 @@ class TextDelta:
 class ChoiceText:
     """Takes the tokens of one choice and gives its text, piece by piece; the pieces joined are the whole text.
 
-    The token that ends a choice (EOS, a stop token) is the last one of a delta that finishes with STOP. It counts, and
-    its log probability is told, but it is not in the text, unless the rules include stops. After a stop string nothing
-    more counts. With an `echo` the prompt comes first.
+    What is shown of them is told by `ShownText`. Of the token that ends a choice (EOS, a stop token) and is not shown,
+    the log probability is told all the same. With an `echo` the prompt comes first.
     """
 
     def __init__(
@@ -67,7 +60,7 @@ class ChoiceText:
         index: int,
         prompt_token_ids: Sequence[int],
         tokenizer: Tokenizer,
-        rules: TextRules,
+        rules: ChoiceRules,
         echo: Echo | None = None,
     ) -> None:
         self.is_finished = False
@@ -76,12 +69,10 @@ class ChoiceText:
         self._rules = rules
         self._echo = echo
         self._has_begun = False
-        self._num_tokens = 0
-        self._scanner = StopScanner(rules.stops, rules.include_stop)
-        self._detokenizer = Detokenizer(
-            lambda ids: tokenizer.decode(ids, skip_special_tokens=rules.skip_special_tokens), prompt_token_ids
+        self._text = ShownText(
+            lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip), prompt_token_ids, rules
         )
-        self._num_chars = self._num_shown_chars = 0 if echo is None else len(echo.text)
+        self._num_prompt_chars = self._num_shown_chars = 0 if echo is None else len(echo.text)
         self._waiting: deque[ShownToken] = deque()  # not known to be shown yet
 
     def push(self, delta: TokenDelta) -> list[TextDelta]:
@@ -92,11 +83,10 @@ class ChoiceText:
         if self._rules.only_prompt:
             self.is_finished = True
             return deltas
-        num_shown = len(delta.token_ids) - self._hides_last(delta)
+        num_shown = self._text.num_shown(delta.token_ids, delta.finish)
         for place, token_id in enumerate(delta.token_ids[:num_shown]):
-            self._note(delta, place, self._num_chars + self._detokenizer.num_pending_chars)
-            text = self._scan(self._detokenizer.push(token_id), self._num_tokens + 1)
-            deltas.append(self._delta(text, num_tokens=1))
+            self._note(delta, place)
+            deltas.append(self._delta(self._text.push(token_id), num_tokens=1))
             if self.is_finished:
                 return deltas
         if delta.finish is not None:
@@ -117,35 +107,24 @@ class ChoiceText:
     def _prompt_tokens(self, scored: Sequence[TokenLogprob | None], offsets: Sequence[int]) -> tuple[ShownToken, ...]:
         return tuple(ShownToken(*parts) for parts in zip(self._prompt, scored, offsets, strict=True))
 
-    def _hides_last(self, delta: TokenDelta) -> bool:
-        return delta.finish is EndReason.STOP and bool(delta.token_ids) and not self._rules.include_stop
-
-    def _note(self, delta: TokenDelta, place: int, offset: int) -> None:
+    def _note(self, delta: TokenDelta, place: int) -> None:
+        """The token there begins where the text so far ends."""
         if delta.logprobs:
+            offset = self._num_prompt_chars + self._text.next_offset
             self._waiting.append(ShownToken(delta.token_ids[place], delta.logprobs[place], offset))
 
-    def _scan(self, piece: str, number: int) -> str:
-        """`piece` is the text of output token `number`, counted from 1."""
-        self._num_chars += len(piece)
-        return self._scanner.push(piece) if number >= self._rules.min_tokens else piece
-
     def _delta(self, text: str, num_tokens: int) -> TextDelta:
-        self._num_tokens += num_tokens
-        self.is_finished = self._scanner.is_hit
-        return TextDelta(self._index, text, num_tokens, "stop" if self.is_finished else None, self._shown(text))
+        self.is_finished = self._text.finish_reason is not None
+        return TextDelta(self._index, text, num_tokens, self._text.finish_reason, self._shown(text))
 
     def _end(self, delta: TokenDelta, finish: EndReason, num_shown: int) -> TextDelta:
-        """The last delta: what the detokenizer and the scanner still hold. That may complete a stop string."""
+        """The last delta: what was still held back."""
         num_tokens = len(delta.token_ids) - num_shown
-        text = self._scan(self._detokenizer.finish(), self._num_tokens + num_tokens) + self._scanner.flush()
-        is_stop = finish is EndReason.STOP or self._scanner.is_hit
-        self.is_finished = True
+        text = self._text.end(finish, num_tokens)
         for place in range(num_shown, len(delta.token_ids)):
-            self._note(delta, place, self._num_chars)
-        tokens = self._shown(text)
-        if not self._scanner.is_hit:
-            tokens += tuple(self._waiting)
-        return TextDelta(self._index, text, num_tokens, "stop" if is_stop else "length", tokens)
+            self._note(delta, place)
+        last = self._delta(text, num_tokens)
+        return last if self._text.is_cut else replace(last, tokens=(*last.tokens, *self._waiting))
 
     def _shown(self, text: str) -> tuple[ShownToken, ...]:
         """The tokens that begin in what is shown, now that `text` is too."""

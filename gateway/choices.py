@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from gateway.backend import Backend, BackendError, RequestFailedError, Traits
-from gateway.choice_text import ChoiceText, TextDelta, TextRules
+from gateway.choice_text import ChoiceRules, ChoiceText, TextDelta
 from gateway.echo import Echo
 from gateway.errors import ApiError, InternalError, SlowReaderError
 from gateway.gathering import Gathering
@@ -65,7 +65,7 @@ class ChoiceStreams:
         tokenizer: Tokenizer,
         metrics: Metrics,
         *,
-        rules: TextRules,
+        rules: ChoiceRules,
         max_buffered: int,
     ) -> None:
         self.mode: Mode | None = None

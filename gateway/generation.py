@@ -22,7 +22,7 @@ from gateway.asgi import Receive, Send, send_json
 from gateway.backend import Backend, BackendError, TokenDelta
 from gateway.beam_run import BeamRun, all_of
 from gateway.beam_search import Beam, BeamRules
-from gateway.choice_text import ChoiceText, TextDelta, TextRules
+from gateway.choice_text import ChoiceRules, ChoiceText, TextDelta
 from gateway.choices import Choice, ChoiceStreams
 from gateway.errors import ApiError, InternalError, error_body
 from gateway.limits import HttpSettings
@@ -51,7 +51,7 @@ class Call:
     shape: AnswerShape
     model: str
     choices: tuple[Choice, ...]
-    rules: TextRules
+    rules: ChoiceRules
     stream: StreamOptions | None
     started_at: float
     num_kept: int | None = None

@@ -11,7 +11,7 @@ from gateway.answers import AnswerShape
 from gateway.asgi import Receive, Scope, read_json_body
 from gateway.backend import Backend, Traits, UnavailableError
 from gateway.beam_fields import beam_rules, check_beam_fields
-from gateway.choice_text import TextRules
+from gateway.choice_text import ChoiceRules
 from gateway.choices import Choice
 from gateway.constraints import ConstraintCheck, Constraints
 from gateway.echo import Echo
@@ -161,8 +161,8 @@ def _choices(
     return tuple(choices)
 
 
-def _text_rules(request: GenerationRequest) -> TextRules:
-    return TextRules(
+def _text_rules(request: GenerationRequest) -> ChoiceRules:
+    return ChoiceRules(
         stops=request.stops,
         include_stop=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,

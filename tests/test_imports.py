@@ -36,7 +36,7 @@ ALLOWED = {
     "prefill": ("engine", "kvtransfer"),
     "decode": ("engine", "kvtransfer"),
     # The pure steps from tokens to text: one process without a gateway needs them as well.
-    "gateway": ("engine.detokenizer", "engine.stops", "grammar", "kvtransfer"),
+    "gateway": ("engine.detokenizer", "engine.shown_text", "grammar", "kvtransfer"),
     "launcher": ("gateway", "prefill", "decode", "engine", "kvtransfer"),
     "experiments": ("launcher", "gateway", "prefill", "decode", "engine", "grammar", "kvtransfer", "kernels"),
 }
@@ -80,6 +80,7 @@ PURE_FILES = (
     "engine/stopping.py",
     "engine/detokenizer.py",
     "engine/stops.py",
+    "engine/shown_text.py",
     "engine/local_scheduler.py",
     "engine/offline_output.py",
     "engine/offline_sampling.py",

@@ -11,7 +11,7 @@ from engine.offline_output import OutputText
 from engine.offline_sampling import SamplingParams
 from engine.offline_tokenizer import OfflineTokenizer
 from gateway.backend import TokenDelta
-from gateway.choice_text import ChoiceText, TextRules
+from gateway.choice_text import ChoiceRules, ChoiceText
 from gateway.schemas import CompletionRequest
 from gateway.tokenizer import Tokenizer
 from kvtransfer.messages import EndReason
@@ -47,7 +47,7 @@ def test_chats_have_the_same_text():
     end=st.sampled_from([EndReason.STOP, EndReason.LENGTH]),
 )
 def test_tokens_have_the_same_text_and_end(ids, stops, include, skip, min_tokens, end):
-    rules = TextRules(tuple(stops), include, skip, min_tokens)
+    rules = ChoiceRules(tuple(stops), include, skip, min_tokens)
     params = SamplingParams(
         max_tokens=None,
         stop=stops,
