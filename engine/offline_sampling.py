@@ -13,18 +13,11 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from engine.errors import RejectedError
+from engine.sampling_bounds import MAX_STOPS, StopString, Temperature, TopK
 from engine.shown_text import TextRules
 from kvtransfer import messages
 
-MAX_STOPS: Final = 16
-MAX_STOP_CHARS: Final = 512
 DEFAULT_MAX_TOKENS: Final = 16
-
-TokenId = messages.TokenId
-StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
-Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
-Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
-Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,22 +30,20 @@ class SamplingParams:
     beside the model's EOS ids, which `ignore_eos` switches off. `logit_bias`: token id to an addend of its logit.
     """
 
-    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)] | None = DEFAULT_MAX_TOKENS
-    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] = 1.0
-    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=messages.MAX_TOKEN_ID)] = 0
-    min_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=1e4)] = 1.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=messages.MAX_LOGIT_BIAS)] = field(
-        default_factory=dict
-    )
-    seed: Seed | None = None
-    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)] = 0
+    max_tokens: messages.Positive | None = DEFAULT_MAX_TOKENS
+    temperature: Temperature = 1.0
+    top_p: messages.TopP = 1.0
+    top_k: TopK = 0
+    min_p: messages.Fraction = 0.0
+    repetition_penalty: messages.RepetitionPenalty = 1.0
+    presence_penalty: messages.Penalty = 0.0
+    frequency_penalty: messages.Penalty = 0.0
+    logit_bias: messages.LogitBias = field(default_factory=dict)
+    seed: messages.Seed | None = None
+    min_tokens: messages.Count = 0
     ignore_eos: bool = False
     stop: StopString | Annotated[tuple[StopString, ...], msgspec.Meta(max_length=MAX_STOPS)] = ()
-    stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=messages.MAX_STOP_TOKEN_IDS)] = ()
+    stop_token_ids: Annotated[tuple[messages.TokenId, ...], msgspec.Meta(max_length=messages.MAX_STOP_TOKEN_IDS)] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 

@@ -1,40 +1,43 @@
 """The requests of the API, field by field: OpenAI's, and vLLM's extras.
 
-Each type has a `FieldRules` beside it: what is tolerated, and what is known but not built. Bounds are written here
-once; `gateway.validation` turns a breach into a 400.
+Each type has a `FieldRules` beside it: what is tolerated, and what is known but not built. Bounds that offline runs
+have as well are in `engine.sampling_bounds`, those of the workers in `kvtransfer.messages`, the others here;
+`gateway.validation` turns a breach into a 400.
 """
 
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
+from engine.sampling_bounds import MAX_STOPS, StopString, Temperature, TopK
 from gateway.validation import FieldRules
 from kvtransfer.messages import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_SEQUENCES,
     MAX_CHOICES,
     MAX_GRAMMAR_CHARS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
-    MAX_TOKEN_ID,
+    Count,
+    Fraction,
+    LogitBias,
+    NumLogprobs,
+    Penalty,
+    Positive,
+    Priority,
+    RepetitionPenalty,
+    Seed,
+    TokenId,
+    TopP,
 )
 
-MAX_STOPS: Final = 16
-MAX_STOP_CHARS: Final = 512
 MAX_SALT_CHARS: Final = 512
 MAX_BAD_WORDS: Final = MAX_BAD_SEQUENCES // 2
 """Each is told to workers as two sequences: at the beginning of a text and behind a blank."""
 MAX_BAD_WORD_CHARS: Final = 256
 MAX_OUTPUT_CHOICES: Final = 4096
 
-TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
-StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[StopString], msgspec.Meta(max_length=MAX_STOPS)]
-Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
 NumChoices = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)]
-MaxTokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
-NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS, pattern=r"\S")]
 GrammarText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 Schema = GrammarText | dict[str, Any]
@@ -42,7 +45,6 @@ OutputChoices = Annotated[
     list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1, max_length=MAX_OUTPUT_CHOICES)
 ]
 TemplateValue = str | int | float | bool
-Bias = dict[TokenId, Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]]
 
 
 class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -66,17 +68,17 @@ class GenerationRequest(Fields, frozen=True, kw_only=True):
 
     model: str | None = None
     n: NumChoices = 1
-    max_tokens: MaxTokens | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=2.0)] = 1.0
-    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_TOKEN_ID)] = 0
-    min_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=1e4)] = 1.0
+    max_tokens: Positive | None = None
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: Fraction = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[Bias, msgspec.Meta(max_length=MAX_LOGIT_BIAS)] = {}
-    seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)] = 0
+    logit_bias: LogitBias = {}
+    seed: Seed | None = None
+    min_tokens: Count = 0
     ignore_eos: bool = False
     stop: StopString | Stops = []
     stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] = []
@@ -93,7 +95,7 @@ class GenerationRequest(Fields, frozen=True, kw_only=True):
     guided_choice: OutputChoices | None = None
     guided_grammar: GrammarText | None = None
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
-    priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
+    priority: Priority = 0
     prompt_logprobs: NumLogprobs | None = None
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)] | None = None
     return_tokens_as_token_ids: bool = False
@@ -165,7 +167,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     prompt: str | list[TokenId | str | list[TokenId]]
     best_of: NumChoices | None = None
     add_special_tokens: bool = True
-    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)] | None = None
+    max_tokens: Count | None = None
     echo: bool = False
     logprobs: NumLogprobs | bool | None = None
 
@@ -187,7 +189,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     """`messages` are checked one by one, as `ChatMessage`."""
 
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
-    max_completion_tokens: MaxTokens | None = None
+    max_completion_tokens: Positive | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, TemplateValue] = {}

@@ -74,6 +74,14 @@ Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Logprob = Annotated[float, msgspec.Meta(ge=MIN_LOGPROB, le=0.0)]
 NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
+Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+TopP = Annotated[float, msgspec.Meta(gt=0.0, le=1.0)]
+RepetitionPenalty = Annotated[float, msgspec.Meta(gt=0.0, le=1e4)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
+LogitBias = Annotated[
+    dict[TokenId, Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]], msgspec.Meta(max_length=MAX_LOGIT_BIAS)
+]
 RequestKey = tuple[str, int]
 """(request_id, attempt): names one hand-over."""
 TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
@@ -248,18 +256,15 @@ class SamplingParams(Part, frozen=True):
     """
 
     max_tokens: Positive
-    seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+    seed: Seed
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=1e4)] = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)] = 0  # 0: off
-    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+    top_p: TopP = 1.0
     min_p: Fraction = 0.0
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0, le=1e4)] = 1.0
-    presence_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
-    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)] = 0.0
-    logit_bias: Annotated[
-        dict[TokenId, Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]],
-        msgspec.Meta(max_length=MAX_LOGIT_BIAS),
-    ] = {}
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: LogitBias = {}
     min_tokens: Count = 0
     ignore_eos: bool = False
     stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
@@ -285,7 +290,7 @@ class RequestSpec(Part, frozen=True):
     sampling: SamplingParams
     output_token_ids: TokenIds = ()
     cache_salt: Text = ""
-    priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
+    priority: Priority = 0
 
 
 class Sibling(Part, frozen=True):

@@ -35,8 +35,8 @@ ALLOWED = {
     ),
     "prefill": ("engine", "kvtransfer"),
     "decode": ("engine", "kvtransfer"),
-    # The pure steps from tokens to text: one process without a gateway needs them as well.
-    "gateway": ("engine.detokenizer", "engine.shown_text", "grammar", "kvtransfer"),
+    # The pure steps from tokens to text, and what may be asked: one process without a gateway needs them as well.
+    "gateway": ("engine.detokenizer", "engine.sampling_bounds", "engine.shown_text", "grammar", "kvtransfer"),
     "launcher": ("gateway", "prefill", "decode", "engine", "kvtransfer"),
     "experiments": ("launcher", "gateway", "prefill", "decode", "engine", "grammar", "kvtransfer", "kernels"),
 }
@@ -84,6 +84,7 @@ PURE_FILES = (
     "engine/local_scheduler.py",
     "engine/offline_output.py",
     "engine/offline_sampling.py",
+    "engine/sampling_bounds.py",
     "experiments/handoff_summary.py",
     "experiments/kernel_work.py",
     "engine/admission.py",
