@@ -3,11 +3,12 @@
 from gateway.answers import ChatShape
 from gateway.asgi import Receive, Scope, Send
 from gateway.errors import InvalidFieldError
+from gateway.field_rules import CHAT_RULES
 from gateway.generation import Call
 from gateway.mode_header import asked_mode
 from gateway.modes import Mode
 from gateway.prompts import truncation
-from gateway.schemas import CHAT_RULES, ChatRequest
+from gateway.schemas import ChatRequest
 from gateway.service import Service, read_request
 
 

@@ -7,11 +7,12 @@ from gateway.answers import CompletionShape
 from gateway.asgi import Receive, Scope, Send
 from gateway.echo import Echo
 from gateway.errors import InvalidFieldError
+from gateway.field_rules import COMPLETION_RULES
 from gateway.generation import Call
 from gateway.mode_header import asked_mode
 from gateway.modes import Mode
 from gateway.prompts import split_prompts, truncation
-from gateway.schemas import COMPLETION_RULES, CompletionRequest
+from gateway.schemas import CompletionRequest
 from gateway.service import Service, read_request
 
 DEFAULT_MAX_TOKENS: Final = 16

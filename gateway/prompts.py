@@ -5,7 +5,8 @@ from typing import Any, Final, TypeGuard
 
 from gateway.echo import Echo, echo_of
 from gateway.errors import ContextLengthError, InvalidFieldError, excerpt
-from gateway.schemas import MESSAGE_RULES, ChatMessage, TextPart
+from gateway.field_rules import MESSAGE_RULES
+from gateway.schemas import ChatMessage, TextPart
 from gateway.text_pool import TextPool
 from gateway.tokenizer import Message, Tokenizer
 from gateway.validation import FieldRules, convert_at

@@ -1,8 +1,8 @@
 """The requests of the API, field by field: OpenAI's, and vLLM's extras.
 
-Each type has a `FieldRules` beside it: what is tolerated, and what is known but not built. Bounds that offline runs
-have as well are in `engine.sampling_bounds`, those of the workers in `kvtransfer.messages`, the others here;
-`gateway.validation` turns a breach into a 400.
+Each type has its `FieldRules` in `gateway.field_rules`. Bounds that offline runs have as well are in
+`engine.sampling_bounds`, those of the workers in `kvtransfer.messages`, the others here; `gateway.validation` turns a
+breach into a 400.
 """
 
 from typing import Annotated, Any, Final, Literal
@@ -10,7 +10,6 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from engine.sampling_bounds import MAX_STOPS, StopString, Temperature, TopK
-from gateway.validation import FieldRules
 from kvtransfer.messages import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_SEQUENCES,
@@ -235,76 +234,3 @@ class DetokenizeRequest(Fields, frozen=True, kw_only=True):
 
     model: str | None = None
     tokens: list[TokenId]
-
-
-_UNSUPPORTED_ANYWHERE: Final[dict[str, tuple[Any, ...]]] = {
-    "spaces_between_special_tokens": (True,),
-    "return_token_ids": (False,),
-    "logits_processors": ([],),
-    "kv_transfer_params": (),
-    "vllm_xargs": ({},),
-}
-
-COMPLETION_RULES: Final = FieldRules(
-    tolerated=frozenset({"user"}),
-    unsupported={
-        **_UNSUPPORTED_ANYWHERE,
-        "suffix": ("",),
-    },
-)
-CHAT_RULES: Final = FieldRules(
-    tolerated=frozenset({"user", "store", "metadata", "safety_identifier", "prompt_cache_key"}),
-    unsupported={
-        **_UNSUPPORTED_ANYWHERE,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "service_tier": ("auto", "default"),
-        "audio": (),
-        "prediction": (),
-        "reasoning_effort": (),
-        "verbosity": (),
-        "web_search_options": (),
-        "echo": (False,),
-        "continue_final_message": (False,),
-        "chat_template": (),
-        "documents": ([],),
-        "mm_processor_kwargs": ({},),
-    },
-)
-FORMAT_RULES: Final = FieldRules(tolerated=frozenset(), unsupported={})
-STRUCTURE_RULES: Final = FieldRules(
-    tolerated=frozenset(),
-    unsupported={
-        "disable_fallback": (False,),
-        "disable_any_whitespace": (False,),
-        "disable_additional_properties": (False,),
-        "whitespace_pattern": (),
-        "structural_tag": (),
-    },
-)
-MESSAGE_RULES: Final = FieldRules(
-    tolerated=frozenset(),
-    unsupported={
-        "tool_calls": ([],),
-        "tool_call_id": (),
-        "function_call": (),
-        "refusal": (),
-        "audio": (),
-        "annotations": ([],),
-        "reasoning_content": (),
-    },
-)
-TOKENIZE_RULES: Final = FieldRules(
-    tolerated=frozenset(),
-    unsupported={
-        "return_token_strs": (False,),
-        "continue_final_message": (False,),
-        "chat_template": (),
-        "tools": ([],),
-    },
-)
-DETOKENIZE_RULES: Final = FieldRules(tolerated=frozenset(), unsupported={})

@@ -15,7 +15,8 @@ from typing import Any, Final
 import msgspec
 
 from gateway.errors import InvalidFieldError
-from gateway.schemas import FORMAT_RULES, STRUCTURE_RULES, GenerationRequest, ResponseFormat, StructuredOutputs
+from gateway.field_rules import FORMAT_RULES, STRUCTURE_RULES
+from gateway.schemas import GenerationRequest, ResponseFormat, StructuredOutputs
 from gateway.validation import convert_at
 from grammar.source import choice_text
 from kvtransfer.messages import MAX_GRAMMAR_CHARS, GrammarKind

@@ -2,8 +2,9 @@
 
 from gateway.asgi import Receive, Scope, Send, send_json
 from gateway.errors import InvalidFieldError
+from gateway.field_rules import DETOKENIZE_RULES, TOKENIZE_RULES
 from gateway.prompts import check_token_ids
-from gateway.schemas import DETOKENIZE_RULES, TOKENIZE_RULES, DetokenizeRequest, TokenizeRequest
+from gateway.schemas import DetokenizeRequest, TokenizeRequest
 from gateway.service import Service, read_request
 from gateway.text_pool import TextPool
 

@@ -6,16 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.schemas import (
-    CHAT_RULES,
-    COMPLETION_RULES,
-    DETOKENIZE_RULES,
-    TOKENIZE_RULES,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from gateway.field_rules import CHAT_RULES, COMPLETION_RULES, DETOKENIZE_RULES, TOKENIZE_RULES
+from gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.gateway.http_world import NUM_IDS, make_world
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
