@@ -25,8 +25,9 @@ from engine.role import EngineRole
 from engine.wire_fp8 import dequantise
 from kvtransfer.faults import Witness, unwatched
 from kvtransfer.incoming import KvOffered, ReceptionEnded
+from kvtransfer.kv_messages import KvHeader
 from kvtransfer.layout import FP8, KvBody
-from kvtransfer.messages import DecodeRequest, KvHeader, KvTraffic, LifetimeEvent, RequestKey, RequestMessage
+from kvtransfer.messages import DecodeRequest, KvTraffic, LifetimeEvent, RequestKey, RequestMessage
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.worker import TransferEvent
 

@@ -15,9 +15,10 @@ from kvtransfer.channel import KvListener
 from kvtransfer.curve import CurveKeys
 from kvtransfer.frames import FrameOptions
 from kvtransfer.incoming import KvOffered, ReceptionOutcome
+from kvtransfer.kv_messages import KvHeader, KvHello
 from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, Fingerprint, KvHeader, KvHello, RequestKey
+from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, Fingerprint, RequestKey
 from kvtransfer.outgoing import Piece, TransferOutcome
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver

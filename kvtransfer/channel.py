@@ -23,21 +23,23 @@ import zmq.asyncio
 from kvtransfer.complaints import Complaints
 from kvtransfer.curve import GATEWAY_KEY, CurveKeys
 from kvtransfer.errors import MessageError, SettingsError
+from kvtransfer.kv_messages import (
+    MAX_BODY_BYTES,
+    DecodeToPrefill,
+    PrefillToDecode,
+    decode_from_decode,
+    decode_from_prefill,
+)
 from kvtransfer.layout import KvBody
 from kvtransfer.line import Dialling, Line
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import (
-    MAX_BODY_BYTES,
     MAX_CONTROL_BYTES,
-    DecodeToPrefill,
     GatewayToWorker,
-    PrefillToDecode,
     Refused,
     Role,
     WorkerToGateway,
-    decode_from_decode,
     decode_from_gateway,
-    decode_from_prefill,
     decode_from_worker,
     encode,
 )

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvtransfer.errors import SettingsError
+from kvtransfer.kv_messages import MAX_BODY_BYTES, KvFirstToken, KvHeader, PrefillToDecode
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import MAX_BODY_BYTES, KvFirstToken, KvHeader, PrefillToDecode
 from kvtransfer.targets import KvOutlet
 
 MAX_QUEUED: Final = 128

@@ -6,8 +6,8 @@ from typing import Final
 import msgspec
 
 from kvtransfer.checksum import checksum
+from kvtransfer.kv_messages import MAX_BODY_BYTES, KvFirstToken, KvHeader, KvHello, KvOffer, KvWelcome
 from kvtransfer.layout import KvBody, head_bytes, max_frame_tokens
-from kvtransfer.messages import MAX_BODY_BYTES, KvFirstToken, KvHeader, KvHello, KvOffer, KvWelcome
 from kvtransfer.outgoing import OutgoingTransfer, Piece
 from kvtransfer.peers import heads_of
 

@@ -11,8 +11,9 @@ from typing import Protocol
 
 from kvtransfer.checksum import is_intact
 from kvtransfer.errors import LossError
+from kvtransfer.kv_messages import DecodeToPrefill, KvCredit, KvFirstToken, KvHeader, KvOffer
 from kvtransfer.layout import KvBody, check_header
-from kvtransfer.messages import DecodeToPrefill, KvCredit, KvFirstToken, KvHeader, KvLayout, KvOffer, RequestKey
+from kvtransfer.messages import KvLayout, RequestKey
 from kvtransfer.stream import MAX_RESENDS_IN_VAIN, IncomingStream, Verdict
 
 

@@ -8,9 +8,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from kvtransfer.incoming import HeadRange, PeerId, overlap
+from kvtransfer.kv_messages import KvHello
 from kvtransfer.layout import describe_mismatch, our_identity
 from kvtransfer.link_name import is_of
-from kvtransfer.messages import Fingerprint, KvHello, KvLayout
+from kvtransfer.messages import Fingerprint, KvLayout
 
 MAX_PEERS = 1024
 

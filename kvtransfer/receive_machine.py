@@ -20,26 +20,21 @@ from kvtransfer.incoming import (
     ReceptionOutcome,
 )
 from kvtransfer.intake import FrameIntake, IntakeCounts, KvSink
-from kvtransfer.layout import FP8, KvBody
-from kvtransfer.messages import (
-    MAX_TEXT_CHARS,
+from kvtransfer.kv_messages import (
     DecodeToPrefill,
-    Fingerprint,
     KvAbort,
     KvDone,
     KvFirstToken,
     KvGrant,
     KvHeader,
     KvHello,
-    KvLayout,
     KvOffer,
     KvRevoke,
-    KvTraffic,
     KvWelcome,
     PrefillToDecode,
-    Refused,
-    RequestKey,
 )
+from kvtransfer.layout import FP8, KvBody
+from kvtransfer.messages import MAX_TEXT_CHARS, Fingerprint, KvLayout, KvTraffic, Refused, RequestKey
 from kvtransfer.peers import PeerBook
 from kvtransfer.receive_commands import Close, Expect, Grant, ReceiveCommand, ReceiverLimits
 from kvtransfer.reception_ends import ReceptionEnds

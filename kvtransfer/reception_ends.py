@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from kvtransfer.incoming import IncomingBook, IncomingTransfer, KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.intake import KvSink
-from kvtransfer.messages import DecodeToPrefill, KvDone, KvRevoke, RequestKey
+from kvtransfer.kv_messages import DecodeToPrefill, KvDone, KvRevoke
+from kvtransfer.messages import RequestKey
 
 
 class ReceptionEnds:

@@ -14,8 +14,7 @@ from typing import Protocol
 
 from kvtransfer.errors import MessageError, ProtocolError
 from kvtransfer.frames import PLAIN, FrameMaker, FrameOptions, first_token_of, offer_of
-from kvtransfer.layout import KvBody
-from kvtransfer.messages import (
+from kvtransfer.kv_messages import (
     DecodeToPrefill,
     KvAbort,
     KvCredit,
@@ -24,11 +23,10 @@ from kvtransfer.messages import (
     KvHello,
     KvResend,
     KvRevoke,
-    KvTraffic,
     KvWelcome,
-    Refused,
-    RequestKey,
 )
+from kvtransfer.layout import KvBody
+from kvtransfer.messages import KvTraffic, Refused, RequestKey
 from kvtransfer.outgoing import OutgoingBook, OutgoingTransfer, Piece, TransferEnded, TransferOutcome, TransferTimes
 from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand, SenderTiming
 from kvtransfer.targets import KvOutlet, TargetBook

@@ -20,9 +20,10 @@ from kvtransfer.channel import KvDialer
 from kvtransfer.curve import CurveKeys
 from kvtransfer.emulated_link import EmulatedLink, LinkSpec
 from kvtransfer.frames import PLAIN, FrameOptions
+from kvtransfer.kv_messages import KvHello
 from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import DecodeTarget, Drawn, KvHello, KvTraffic, RequestKey, TokenLogprob
+from kvtransfer.messages import DecodeTarget, Drawn, KvTraffic, RequestKey, TokenLogprob
 from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand, SenderTiming
 from kvtransfer.send_machine import MAX_PROBE_S, KvSource, SendMachine
 

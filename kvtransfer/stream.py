@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtransfer.errors import ProtocolError
-from kvtransfer.messages import Drawn, KvHeader, KvResend, RequestKey, TokenLogprob
+from kvtransfer.kv_messages import KvHeader, KvResend
+from kvtransfer.messages import Drawn, RequestKey, TokenLogprob
 
 MAX_RESENDS_IN_VAIN = 16
 """Times a layer is asked for again without a single token of it arriving; then the transfer fails."""

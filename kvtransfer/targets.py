@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtransfer.errors import SettingsError
+from kvtransfer.kv_messages import KvHello, KvWelcome, PrefillToDecode
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import DecodeTarget, KvHello, KvWelcome, PrefillToDecode
+from kvtransfer.messages import DecodeTarget
 
 logger = logging.getLogger(__name__)
 

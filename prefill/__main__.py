@@ -15,10 +15,11 @@ from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.curve import CurveKeys, load_keys
 from kvtransfer.faults import witness_of
 from kvtransfer.frames import TOGETHER_BYTES, FrameOptions
+from kvtransfer.kv_messages import KvHello
 from kvtransfer.layout import FP8
 from kvtransfer.logs import configure_logging
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import PROTOCOL_VERSION, Hello, KvHello, Role
+from kvtransfer.messages import PROTOCOL_VERSION, Hello, Role
 from kvtransfer.send_commands import SenderTiming
 from kvtransfer.send_machine import KvSource
 from kvtransfer.sender import KvSender

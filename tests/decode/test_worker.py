@@ -15,12 +15,12 @@ from engine.request_book import QueueRules
 from kernels.reference import ReferenceKernels
 from kvtransfer.faults import unwatched
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
+from kvtransfer.kv_messages import KvHeader
 from kvtransfer.layout import KvBody
 from kvtransfer.messages import (
     Cancel,
     DecodeRequest,
     EndReason,
-    KvHeader,
     KvLayout,
     KvTraffic,
     LifetimeEvent,

@@ -14,8 +14,9 @@ from engine.kv_cache import KvCache
 from engine.staging import BufferRing, LentBuffers
 from kernels.reference import ReferenceKernels
 from kvtransfer.faults import unwatched
+from kvtransfer.kv_messages import KvHeader
 from kvtransfer.layout import FP8, KvBody
-from kvtransfer.messages import KvHeader, KvLayout
+from kvtransfer.messages import KvLayout
 from kvtransfer.outgoing import Piece
 from prefill import staged_source as source_module
 from prefill.staged_source import StagedSource

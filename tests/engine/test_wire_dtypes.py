@@ -14,9 +14,10 @@ from kvtransfer.channel import KvListener
 from kvtransfer.faults import unwatched
 from kvtransfer.frames import TOGETHER_BYTES, FrameMaker, FrameOptions
 from kvtransfer.incoming import KvOffered, ReceptionOutcome
+from kvtransfer.kv_messages import KvHello, KvWelcome
 from kvtransfer.layout import FP8
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvHello, KvLayout, KvWelcome
+from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvLayout
 from kvtransfer.outgoing import TransferOutcome
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver

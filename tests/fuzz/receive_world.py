@@ -18,8 +18,9 @@ import msgspec
 from kvtransfer.channel import decode_from_decode, decode_from_prefill, encode
 from kvtransfer.complaints import MAX_SENDERS
 from kvtransfer.incoming import MAX_PARKED_OFFERS, MAX_REMEMBERED, KvOffered, ReceptionEnded, ReceptionOutcome
+from kvtransfer.kv_messages import KvFirstToken, KvHeader, KvHello, KvOffer
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import PROTOCOL_VERSION, KvFirstToken, KvHeader, KvHello, KvOffer
+from kvtransfer.messages import PROTOCOL_VERSION
 from kvtransfer.peers import MAX_PEERS
 from kvtransfer.receive_machine import Close, Expect, Grant, ReceiveMachine, ReceiverLimits
 from tests.fuzz.hostile import frame_of, tree_of

@@ -13,18 +13,8 @@ from typing import Any
 from kvtransfer.channel import decode_from_decode, decode_from_prefill, encode
 from kvtransfer.errors import SettingsError
 from kvtransfer.frames import TOGETHER_BYTES, FrameOptions
-from kvtransfer.messages import (
-    PROTOCOL_VERSION,
-    DecodeTarget,
-    KvAbort,
-    KvCredit,
-    KvDone,
-    KvFirstToken,
-    KvGrant,
-    KvHeader,
-    KvHello,
-    KvWelcome,
-)
+from kvtransfer.kv_messages import KvAbort, KvCredit, KvDone, KvFirstToken, KvGrant, KvHeader, KvHello, KvWelcome
+from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SenderTiming
 from kvtransfer.send_machine import SendMachine

@@ -14,8 +14,9 @@ from decode.staged_sink import StagedSink  # noqa: E402
 from engine.cuda_lane import CudaLane  # noqa: E402
 from engine.kv_cache import KvCache  # noqa: E402
 from kernels.select import select_kernels  # noqa: E402
+from kvtransfer.kv_messages import KvHeader  # noqa: E402
 from kvtransfer.layout import FP8  # noqa: E402
-from kvtransfer.messages import KvHeader, KvLayout  # noqa: E402
+from kvtransfer.messages import KvLayout  # noqa: E402
 from kvtransfer.outgoing import Piece  # noqa: E402
 from prefill.staged_source import StagedSource  # noqa: E402
 from prefill.worker import PoolSource  # noqa: E402

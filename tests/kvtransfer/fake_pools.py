@@ -13,9 +13,10 @@ from engine.block_pool import BlockPool
 from kvtransfer.channel import KvListener
 from kvtransfer.frames import PLAIN
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
+from kvtransfer.kv_messages import KvHello
 from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvHello
+from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget
 from kvtransfer.outgoing import TransferEnded
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver

@@ -14,9 +14,10 @@ from pathlib import Path
 from kvtransfer.channel import KvListener
 from kvtransfer.frames import FrameOptions
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
+from kvtransfer.kv_messages import MAX_BODY_BYTES, KvHello
 from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import MAX_BODY_BYTES, PROTOCOL_VERSION, DecodeTarget, KvHello, KvLayout
+from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvLayout
 from kvtransfer.outgoing import TransferOutcome
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver

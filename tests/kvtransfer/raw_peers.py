@@ -3,8 +3,9 @@
 from contextlib import contextmanager
 
 from kvtransfer.channel import KvDialer, KvListener
+from kvtransfer.kv_messages import KvHeader, KvHello, KvOffer, KvWelcome
 from kvtransfer.layout import FP8, KvBody
-from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvHeader, KvHello, KvOffer, KvWelcome
+from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget
 from tests.kvtransfer.fake_pools import DecodeSide, PrefillSide, content, wait_until
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
 

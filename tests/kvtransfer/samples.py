@@ -1,5 +1,18 @@
 """One valid message of each kind, with every field away from its default, and identities that fit each other."""
 
+from kvtransfer.kv_messages import (
+    KvAbort,
+    KvCredit,
+    KvDone,
+    KvFirstToken,
+    KvGrant,
+    KvHeader,
+    KvHello,
+    KvOffer,
+    KvResend,
+    KvRevoke,
+    KvWelcome,
+)
 from kvtransfer.messages import (
     MIN_LOGPROB,
     PROTOCOL_VERSION,
@@ -15,19 +28,8 @@ from kvtransfer.messages import (
     GrammarKind,
     Heartbeat,
     Hello,
-    KvAbort,
-    KvCredit,
-    KvDone,
-    KvFirstToken,
-    KvGrant,
-    KvHeader,
-    KvHello,
     KvLayout,
-    KvOffer,
-    KvResend,
-    KvRevoke,
     KvTraffic,
-    KvWelcome,
     LifetimeEvent,
     Limits,
     Load,

@@ -7,10 +7,7 @@ import pytest
 
 from kvtransfer import peers as peers_module
 from kvtransfer.incoming import ReceptionOutcome
-from kvtransfer.layout import KvBody
-from kvtransfer.messages import (
-    PROTOCOL_VERSION,
-    DecodeTarget,
+from kvtransfer.kv_messages import (
     KvAbort,
     KvCredit,
     KvDone,
@@ -21,8 +18,9 @@ from kvtransfer.messages import (
     KvOffer,
     KvRevoke,
     KvWelcome,
-    Refused,
 )
+from kvtransfer.layout import KvBody
+from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, Refused
 from kvtransfer.outgoing import TransferOutcome
 from tests.kvtransfer.fake_pools import TOKEN_BYTES, DecodeSide, PrefillSide, wait_until
 from tests.kvtransfer.raw_peers import KEY, FakeDecode, RawPeer, running, token_frame

@@ -19,19 +19,10 @@ from kvtransfer.channel import (
     endpoint_port,
 )
 from kvtransfer.errors import MessageError, SettingsError
+from kvtransfer.kv_messages import MAX_BODY_BYTES, KvDone, KvHeader, KvOffer
 from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import (
-    MAX_BODY_BYTES,
-    MAX_CONTROL_BYTES,
-    GatewayBeat,
-    Heartbeat,
-    KvDone,
-    KvHeader,
-    KvOffer,
-    Load,
-    encode,
-)
+from kvtransfer.messages import MAX_CONTROL_BYTES, GatewayBeat, Heartbeat, Load, encode
 from kvtransfer.sockets import bind
 
 BEAT = Heartbeat("g1", 0, 1, Load(0, 0, 0.0))

@@ -9,8 +9,8 @@ from kvtransfer.emulated_link import MAX_QUEUED, QUEUE_BYTES, EmulatedLink, Link
 from kvtransfer.errors import SettingsError
 from kvtransfer.frames import FrameOptions
 from kvtransfer.incoming import ReceptionOutcome
+from kvtransfer.kv_messages import KvAbort, KvFirstToken, KvHeader, KvOffer
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import KvAbort, KvFirstToken, KvHeader, KvOffer
 from kvtransfer.outgoing import TransferOutcome
 from prefill.config import PrefillConfig
 from tests.kvtransfer.fake_pools import TOKEN_BYTES, DecodeSide, PrefillSide

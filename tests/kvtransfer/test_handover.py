@@ -6,7 +6,7 @@ import time
 import pytest
 
 from kvtransfer.incoming import ReceptionOutcome
-from kvtransfer.messages import KvAbort, KvCredit, KvDone, KvFirstToken, KvGrant, KvOffer, KvRevoke
+from kvtransfer.kv_messages import KvAbort, KvCredit, KvDone, KvFirstToken, KvGrant, KvOffer, KvRevoke
 from kvtransfer.outgoing import TransferOutcome
 from tests.kvtransfer.fake_pools import TOKEN_BYTES, DecodeSide, PrefillSide, wait_until
 from tests.kvtransfer.raw_peers import KEY, RawPeer, running, token_frame

@@ -11,7 +11,7 @@ from kvtransfer.incoming import (
     ParkedOffer,
     ReceptionOutcome,
 )
-from kvtransfer.messages import KvHeader
+from kvtransfer.kv_messages import KvHeader
 from tests.kvtransfer.samples import LOGPROB
 
 KEY, PEER, STRANGER = ("r", 0), ("prefill-0", "g1"), ("prefill-9", "g1")

@@ -6,7 +6,8 @@ from kvtransfer import incoming as incoming_module
 from kvtransfer import receive_machine as machine_module
 from kvtransfer.channel import KvListener, endpoint_port
 from kvtransfer.incoming import ReceptionOutcome
-from kvtransfer.messages import DecodeTarget, KvAbort, KvCredit, KvDone, KvGrant, KvOffer, KvRevoke
+from kvtransfer.kv_messages import KvAbort, KvCredit, KvDone, KvGrant, KvOffer, KvRevoke
+from kvtransfer.messages import DecodeTarget
 from kvtransfer.outgoing import TransferOutcome
 from tests.kvtransfer.fake_pools import TOKEN_BYTES, DecodeSide, PrefillSide, wait_until
 from tests.kvtransfer.raw_peers import KEY, RawPeer, running

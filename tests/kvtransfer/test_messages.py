@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.errors import MessageError
+from kvtransfer.kv_messages import decode_from_decode, decode_from_prefill
 from kvtransfer.messages import (
     MAX_CONTROL_BYTES,
     MAX_ERROR_CHARS,
@@ -15,9 +16,7 @@ from kvtransfer.messages import (
     MAX_PROMPT_TOKENS,
     EndReason,
     StepOutput,
-    decode_from_decode,
     decode_from_gateway,
-    decode_from_prefill,
     decode_from_worker,
     encode,
 )

@@ -8,8 +8,9 @@ import pytest
 from kvtransfer.checksum import checksum, is_intact
 from kvtransfer.frames import FrameOptions
 from kvtransfer.incoming import ReceptionOutcome
+from kvtransfer.kv_messages import KvCredit, KvFirstToken, KvHeader, KvHello, KvOffer, KvResend
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import PROTOCOL_VERSION, KvCredit, KvFirstToken, KvHeader, KvHello, KvOffer, KvResend
+from kvtransfer.messages import PROTOCOL_VERSION
 from kvtransfer.outgoing import TransferOutcome
 from kvtransfer.receive_commands import Grant
 from kvtransfer.send_commands import FirstToken

@@ -12,16 +12,9 @@ from kvtransfer import channel as channel_module
 from kvtransfer.channel import ControlClient, ControlServer, KvDialer, KvListener, endpoint_port
 from kvtransfer.curve import OVERHEAD_BYTES, ZAP_DOMAIN, CurveKeys
 from kvtransfer.errors import IdentityError, SettingsError
+from kvtransfer.kv_messages import MAX_BODY_BYTES, KvDone, KvOffer
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import (
-    MAX_BODY_BYTES,
-    MAX_CONTROL_BYTES,
-    GatewayBeat,
-    KvDone,
-    KvOffer,
-    Refused,
-    encode,
-)
+from kvtransfer.messages import MAX_CONTROL_BYTES, GatewayBeat, Refused, encode
 from tests.kvtransfer.key_world import claiming, idle_proxy, made_keys, raw_dealer
 from tests.kvtransfer.test_channel import BEAT, HEADER, OFFER, free_endpoint, receive, until
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtransfer.messages import KvAbort, KvCredit, KvDone, KvGrant, KvResend
+from kvtransfer.kv_messages import KvAbort, KvCredit, KvDone, KvGrant, KvResend
 from kvtransfer.outgoing import TransferOutcome
 from kvtransfer.send_commands import FirstToken, Open
 from prefill.scheduler import OpenTransfer, SendFirstToken

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.errors import ProtocolError
-from kvtransfer.messages import KvHeader, KvResend
+from kvtransfer.kv_messages import KvHeader, KvResend
 from kvtransfer.stream import MAX_RESENDS_IN_VAIN, IncomingStream, Verdict
 
 KEY, HEADS = ("r", 0), (0, 2)

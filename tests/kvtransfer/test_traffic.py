@@ -1,7 +1,8 @@
 """What a transfer took and what became of its bytes: readings of one clock, and counts that agree on both sides."""
 
 from kvtransfer.frames import FrameOptions
-from kvtransfer.messages import KvHeader, KvTraffic
+from kvtransfer.kv_messages import KvHeader
+from kvtransfer.messages import KvTraffic
 from kvtransfer.outgoing import TransferOutcome, TransferTimes
 from kvtransfer.send_commands import FirstToken, Open, Ready
 from tests.kvtransfer.fake_pools import TOKEN_BYTES, DecodeSide, PrefillSide, wait_until

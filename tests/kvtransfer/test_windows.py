@@ -9,7 +9,7 @@ import pytest
 
 from kvtransfer.channel import KV_HWM
 from kvtransfer.incoming import ReceptionOutcome
-from kvtransfer.messages import KvAbort, KvFirstToken, KvHeader
+from kvtransfer.kv_messages import KvAbort, KvFirstToken, KvHeader
 from kvtransfer.outgoing import TransferOutcome
 from kvtransfer.send_commands import Abort, Open
 from kvtransfer.send_machine import MAX_ABORTS

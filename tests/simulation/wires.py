@@ -9,19 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvtransfer.errors import MessageError
+from kvtransfer.kv_messages import KvFirstToken, KvHeader, KvOffer, decode_from_decode, decode_from_prefill
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import (
-    KvFirstToken,
-    KvHeader,
-    KvOffer,
-    Refused,
-    RequestKey,
-    decode_from_decode,
-    decode_from_gateway,
-    decode_from_prefill,
-    decode_from_worker,
-    encode,
-)
+from kvtransfer.messages import Refused, RequestKey, decode_from_gateway, decode_from_worker, encode
 from tests.simulation.network import Network
 from tests.simulation.sockets import Dialer, Listener
 

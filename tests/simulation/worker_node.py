@@ -14,8 +14,9 @@ from decode.worker import DecodeRole
 from engine.swap_space import SwapSpace
 from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.frames import TOGETHER_BYTES, FrameOptions
+from kvtransfer.kv_messages import KvHello
 from kvtransfer.link_name import new_link_name
-from kvtransfer.messages import PROTOCOL_VERSION, Hello, KvHello, Limits, Role
+from kvtransfer.messages import PROTOCOL_VERSION, Hello, Limits, Role
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.send_commands import SenderTiming
 from kvtransfer.worker import IDLE_WAIT_S, StopRequested, Worker
