@@ -32,11 +32,7 @@ def plain_beams(
         going = []
         for total, output in live:
             row = logprobs_after(output)
-            order = sorted(range(len(row)), key=lambda token: -row[token])
-            # Of those that don't end a beam, the last candidates are too unlikely to be among the best.
-            if {order[2 * width - 1], order[2 * width]} & set(stop_ids):
-                found.margin = min(found.margin, row[order[2 * width - 1]] - row[order[2 * width]])
-            for token in order[: 2 * width]:
+            for token in _likeliest(row, 2 * width, stop_ids, found):
                 beam = (total + row[token], (*output, token))
                 if token in stop_ids:
                     done.append((beam[0] / len(beam[1]) ** length_penalty, beam[1]))
@@ -54,3 +50,12 @@ def plain_beams(
         found.scores.append(done[place][0])
         found.outputs.append(done[place][1])
     return found
+
+
+def _likeliest(row: Sequence[float], count: int, stop_ids: Collection[int], found: PlainBeams) -> list[int]:
+    """The candidates behind a beam: `count` tokens."""
+    order = sorted(range(len(row)), key=lambda token: -row[token])
+    # Of those that don't end a beam, the last candidates are too unlikely to be among the best.
+    if {order[count - 1], order[count]} & set(stop_ids):
+        found.margin = min(found.margin, row[order[count - 1]] - row[order[count]])
+    return order[:count]

@@ -244,62 +244,79 @@ def test_the_book_is_oldest_first_and_closes_once():
     assert len(book) == 1
 
 
+class Interleaving:
+    """One transfer, to which events happen as `data` draws them. Keeps what is ready and what was shipped by itself."""
+
+    def __init__(self, data) -> None:
+        self.draw = data.draw
+        self.num_tokens, self.num_layers = self.draw(st.integers(1, 12)), self.draw(st.integers(1, 3))
+        self.first_token = self.draw(st.integers(0, self.num_tokens))
+        self.window = self.draw(st.integers(1, 80))
+        self.outgoing = transfer(self.num_tokens, self.num_layers, self.draw(st.integers(1, 5)))
+        self.ready, self.shipped, self.granted = [0] * self.num_layers, [], False
+
+    def longest_waiting(self) -> tuple[int, int]:
+        """The slow way: looks at every layer."""
+        layers = range(self.num_layers)
+        sent = [self.first_token + sum(layer == index for layer, _ in self.shipped) for index in layers]
+        return min((sent[layer], layer) for layer in layers if sent[layer] < self.ready[layer])
+
+    def ship(self) -> None:
+        for _ in range(self.draw(st.integers(0, 4))):
+            if (piece := self.outgoing.next_piece()) is None:
+                return
+            assert piece.start < piece.stop <= self.ready[piece.layer]
+            assert (piece.start, piece.layer) == self.longest_waiting()
+            self.take(piece)
+            assert self.outgoing.in_flight_bytes <= max(self.window, BYTES)
+
+    def take(self, piece) -> None:
+        self.outgoing.shipped(piece)
+        self.shipped.extend((piece.layer, token) for token in range(piece.start, piece.stop))
+
+    def happen(self) -> None:
+        """One of the events that may come now."""
+        events = ["ship"]
+        events += ["ready"] if min(self.ready) < self.num_tokens else []
+        events += [] if self.granted else ["grant"]
+        events += ["credit"] if self.outgoing.in_flight_bytes else []
+        event = self.draw(st.sampled_from(events))
+        if event == "ready":
+            layer = min(range(self.num_layers), key=lambda index: self.ready[index])
+            self.ready[layer] = self.draw(st.integers(self.ready[layer] + 1, self.num_tokens))
+            self.outgoing.mark_ready(layer, self.ready[layer])
+        elif event == "grant":
+            self.outgoing.grant(self.first_token, self.window)
+            self.granted = True
+        elif event == "credit":
+            self.outgoing.credit(self.draw(st.integers(self.outgoing.credited_bytes, self.outgoing.sent_bytes)))
+        else:
+            self.ship()
+
+    def finish(self) -> None:
+        """By the shortest way: hypothesis may idle for long."""
+        self.outgoing.grant(self.first_token, self.window)
+        for layer in range(self.num_layers):
+            self.ready[layer] = self.num_tokens
+            self.outgoing.mark_ready(layer, self.num_tokens)
+        while piece := self.outgoing.next_piece():
+            self.take(piece)
+            self.outgoing.credit(self.outgoing.sent_bytes)
+
+
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_interleaving_ships_every_token_of_every_layer_once(data):
-    num_tokens, num_layers = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3))
-    first_token = data.draw(st.integers(0, num_tokens))
-    window = data.draw(st.integers(1, 80))
-    outgoing = transfer(num_tokens, num_layers, data.draw(st.integers(1, 5)))
-    ready, shipped = [0] * num_layers, []
-
-    def longest_waiting() -> tuple[int, int]:
-        """The slow way: looks at every layer."""
-        sent = [first_token + sum(layer == index for layer, _ in shipped) for index in range(num_layers)]
-        return min((sent[layer], layer) for layer in range(num_layers) if sent[layer] < ready[layer])
-
-    def check_and_ship() -> None:
-        for _ in range(data.draw(st.integers(0, 4))):
-            if (piece := outgoing.next_piece()) is None:
-                return
-            assert piece.start < piece.stop <= ready[piece.layer]
-            assert (piece.start, piece.layer) == longest_waiting()
-            outgoing.shipped(piece)
-            assert outgoing.in_flight_bytes <= max(window, BYTES)
-            shipped.extend((piece.layer, token) for token in range(piece.start, piece.stop))
-
-    granted = False
+    it = Interleaving(data)
     for _ in range(400):
-        events = ["ship"]
-        events += ["ready"] if min(ready) < num_tokens else []
-        events += [] if granted else ["grant"]
-        events += ["credit"] if outgoing.in_flight_bytes else []
-        event = data.draw(st.sampled_from(events))
-        if event == "ready":
-            layer = min(range(num_layers), key=lambda index: ready[index])
-            ready[layer] = data.draw(st.integers(ready[layer] + 1, num_tokens))
-            outgoing.mark_ready(layer, ready[layer])
-        elif event == "grant":
-            outgoing.grant(first_token, window)
-            granted = True
-        elif event == "credit":
-            outgoing.credit(data.draw(st.integers(outgoing.credited_bytes, outgoing.sent_bytes)))
-        else:
-            check_and_ship()
-        if outgoing.all_shipped:
+        it.happen()
+        if it.outgoing.all_shipped:
             break
-    else:  # hypothesis may idle for long: finish by the shortest way
-        outgoing.grant(first_token, window)
-        for layer in range(num_layers):
-            ready[layer] = num_tokens
-            outgoing.mark_ready(layer, num_tokens)
-        while piece := outgoing.next_piece():
-            outgoing.shipped(piece)
-            outgoing.credit(outgoing.sent_bytes)
-            shipped.extend((piece.layer, token) for token in range(piece.start, piece.stop))
-    expected = [(layer, token) for layer in range(num_layers) for token in range(first_token, num_tokens)]
-    assert sorted(shipped) == expected
-    assert outgoing.all_shipped
+    else:
+        it.finish()
+    expected = [(layer, token) for layer in range(it.num_layers) for token in range(it.first_token, it.num_tokens)]
+    assert sorted(it.shipped) == expected
+    assert it.outgoing.all_shipped
 
 
 def test_a_transfer_is_stuck_if_bytes_are_in_flight_and_no_credit_came_since_it_was_asked_last():

@@ -17,11 +17,8 @@ def test_the_life_of_a_request():
     assert len(job.block_ids) == 2, "room for the prompt of 5"
     [notice] = world.scheduler.take_outputs()
     assert (notice.gateway, notice.output.start, notice.output.token_ids, notice.output.end) == ("gw", 0, (), None)
-    assert notice.output.events == {
-        LifetimeEvent.RECEIVED: 0.0,
-        LifetimeEvent.OFFERED: 0.0,
-        LifetimeEvent.RESERVED: 0.0,
-    }
+    at_once = dict.fromkeys((LifetimeEvent.RECEIVED, LifetimeEvent.OFFERED, LifetimeEvent.RESERVED), 0.0)
+    assert notice.output.events == at_once
     assert world.step() == []
     event = ReceptionEnded(("r", 0), ReceptionOutcome.ARRIVED, 40, first_frame_at=11.0)
     world.scheduler.reception_ended(event, 12.0)
@@ -36,9 +33,7 @@ def test_the_life_of_a_request():
     assert (said.gateway, said.output.start, said.output.token_ids) == ("gw", 2, (42,))
     assert said.output.end.reason is EndReason.LENGTH
     assert said.output.events == {
-        LifetimeEvent.RECEIVED: 0.0,
-        LifetimeEvent.OFFERED: 0.0,
-        LifetimeEvent.RESERVED: 0.0,
+        **at_once,
         LifetimeEvent.FIRST_FRAME: 1.0,
         LifetimeEvent.SPLICED: 2.0,
         LifetimeEvent.RUNNING: 3.0,
