@@ -4,9 +4,13 @@ GrammarError            a grammar can't be served; `str(error)` is safe to show 
 └── CostError           it may be right, but takes more work or memory than one request may cost
 """
 
+import re
 from typing import Final
 
 MAX_REASON_CHARS: Final = 200
+_REASON_BELOW: Final = "error: "
+_QUOTED_EXPRESSION: Final = re.compile(r'(invalid regex) "(?:[^"\\]|\\.)*+" \(in regex\)')
+"""An expression of any length, between which and its place stands what is wrong with it."""
 
 
 class GrammarError(Exception):
@@ -18,7 +22,10 @@ class CostError(GrammarError):
 
 
 def reason_of(text: str) -> str:
-    """The first line of what the library says: it may quote the client, so printable ASCII and not much of it."""
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("<")]
-    first = lines[0].strip() if lines else "no reason given"
-    return "".join(char if char.isascii() and char.isprintable() else "?" for char in first[:MAX_REASON_CHARS])
+    """What the library says is wrong, on one line: it may quote the client, so printable ASCII and not much of it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("<")]
+    first = _QUOTED_EXPRESSION.sub(r"\1", lines[0]) if lines else "no reason given"
+    # Of an expression the library draws where it goes wrong, and says below the drawing what is wrong.
+    told = [line.removeprefix(_REASON_BELOW) for line in lines[1:] if line.startswith(_REASON_BELOW)]
+    reason = f"{first.removesuffix(':')}: {told[-1]}" if told else first
+    return "".join(char if char.isascii() and char.isprintable() else "?" for char in reason[:MAX_REASON_CHARS])

@@ -1,12 +1,14 @@
 """What each kind of grammar takes, and what is refused before anything runs."""
 
+import re
+
 import pytest
 
 from grammar.compiler import MatcherCache, compile_grammar
 from grammar.errors import CostError, GrammarError
 from grammar.source import lark_of
 from grammar.vocabulary import Vocabulary, digest_of
-from tests.grammar.made_grammars import BAD, GOOD, LARK, REGEX, digest, grammar, tokenizer_json, vocabulary
+from tests.grammar.made_grammars import BAD, GOOD, JSON, LARK, REGEX, digest, grammar, tokenizer_json, vocabulary
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -34,6 +36,25 @@ def test_bad_grammars_are_refused_with_a_printable_reason(name):
     assert len(reason) <= 200
     assert reason.isascii()
     assert reason.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        (REGEX, "(a", "unclosed group"),
+        (REGEX, "a{3,1}", "the start must be <= the end"),
+        (REGEX, "(?=a)b", "look-around, including look-ahead and look-behind, is not supported"),
+        (REGEX, "a\n\n(b", "unclosed group"),
+        (REGEX, "error: " * 500 + "(", "unclosed group"),
+        (REGEX, '"\\"' * 300 + r"(a)\1", "backreferences are not supported"),
+        (REGEX, "a" * 8000 + r"\b", "lookarounds not supported yet"),
+        (JSON, '{"type": "string", "pattern": "(a\\nerror: b"}', "unclosed group"),
+        (LARK, 'start: a b\na: /x(/\nb: "q"', "2(4): invalid regex: regex parse error: unclosed group"),
+    ],
+)
+def test_the_reason_is_told_however_long_the_expression(kind, text, reason):
+    with pytest.raises(GrammarError, match=re.escape(reason)):
+        compile_grammar(vocabulary(), grammar(kind, text))
 
 
 @pytest.mark.parametrize("name", ["square", "many", "endless"])
