@@ -14,7 +14,7 @@ from gateway.schemas import GenerationRequest
 from gateway.structured import AskedGrammar, asked_grammar
 from gateway.text_pool import TextPool
 from gateway.tokenizer import Tokenizer
-from grammar.errors import GrammarError
+from grammar.errors import GrammarError, UndecidedError
 from grammar.examiner import Examiners, Outfit
 from kvtransfer.messages import MAX_BAD_SEQUENCE_TOKENS, MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 
@@ -63,7 +63,8 @@ class ConstraintCheck:
         verdict = self._verdicts.get(name)
         if verdict is None:
             verdict = await self._compiling.run(lambda: self._examine(asked))
-            self._verdicts.put(name, verdict)
+            if not isinstance(verdict, UndecidedError):
+                self._verdicts.put(name, verdict)
         if isinstance(verdict, GrammarError):
             raise InvalidFieldError(f"{asked.field}: {verdict}", param=asked.field)
         return verdict

@@ -1,7 +1,8 @@
 """Exceptions of grammars.
 
 GrammarError            a grammar can't be served; `str(error)` is safe to show a client
-└── CostError           it may be right, but takes more work or memory than one request may cost
+├── CostError           it may be right, but takes more work or memory than one request may cost
+└── UndecidedError      what was to be found of it has not been; another time it may be, so this is no verdict to keep
 """
 
 import re
@@ -19,6 +20,10 @@ class GrammarError(Exception):
 
 class CostError(GrammarError):
     """Compiling the grammar or following it takes too much."""
+
+
+class UndecidedError(GrammarError):
+    """Whoever examined the grammar was lost, by no limit of its own."""
 
 
 def reason_of(text: str) -> str:

@@ -6,9 +6,10 @@ import sys
 
 import msgspec
 
+from grammar.child import read_frame, write_frame
 from grammar.compiler import compile_grammar
 from grammar.errors import CostError, GrammarError
-from grammar.examiner import CPU_SECONDS, MEMORY_BYTES, READY, Outfit, Verdict, read_frame, write_frame
+from grammar.examiner import CPU_SECONDS, MEMORY_BYTES, READY, Outfit, Verdict
 from grammar.source import lark_of
 from grammar.vocabulary import Vocabulary
 from kvtransfer.messages import Grammar, GrammarKind

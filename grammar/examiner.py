@@ -6,30 +6,32 @@ grammar is compiled first where that harms nobody:
     this process --Outfit, Grammar, Grammar, ...--> stdin of the child: compiles each, with a limit on CPU time
                  <--READY, Verdict, Verdict, ...--- stdout               and one on memory
 
-A child that passes a limit is killed by the kernel, and the grammar that it had is refused. It ends with its parent, by
-the end of its stdin, or at the latest at its limit. Frames are msgpack behind their length, 4 bytes, little endian.
+A child that passes a limit is killed by the kernel, and the grammar that it had is refused. One that takes too long
+by the clock, because it is stopped or the machine is overloaded, is killed here; one that somebody else kills is
+replaced once. Neither is a verdict on the grammar. A child ends with its parent, by the end of its stdin, or at the
+latest at its limit.
 """
 
 import queue
-import subprocess
-import sys
-import weakref
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import IO, Final
+from contextlib import contextmanager
+from typing import Final
 
 import msgspec
 
-from grammar.errors import CostError, GrammarError
+from grammar.child import Child, ChildLostError, Death
+from grammar.errors import CostError, GrammarError, UndecidedError
 from kvtransfer.messages import Grammar
 
 CPU_SECONDS: Final = 2.0
 """For one grammar. Ordinary ones take milliseconds."""
+WALL_SECONDS: Final = 20.0
+"""By the clock, for one grammar and for a child's start. A child that computes reaches its limit of CPU time before,
+unless it gets less than a tenth of a core; and a client is told before its gateway stops waiting, after 30 s."""
 MEMORY_BYTES: Final = 2 << 30
 """Address space of the child, of which 0.5 GiB are its own."""
 READY: Final = b"ready"
-_ROOT: Final = Path(__file__).resolve().parent.parent
 
 
 class Outfit(msgspec.Struct, frozen=True):
@@ -54,55 +56,57 @@ class Examiner:
     def __init__(self, outfit: Callable[[], Outfit]) -> None:
         """`outfit` is asked for at each start; it may raise GrammarError."""
         self._outfit = outfit
-        self._child: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize[[subprocess.Popen[bytes]], Examiner] | None = None
+        self._child: Child | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()  # a child that starts is ended by `close`, or is not started
 
     def examine(self, grammar: Grammar) -> Grammar:
         """`grammar` as workers take it. Raises GrammarError; RuntimeError if there can be no child."""
         try:
-            verdict = self._ask(grammar)
-        except (EOFError, BrokenPipeError) as error:
-            self.close()
-            raise CostError(f"it takes more than {CPU_SECONDS:g} s or too much memory to compile") from error
+            answer = self._answer(msgspec.msgpack.encode(grammar))
+        except ChildLostError as error:
+            raise _fault_of(error.death) from error
+        verdict = msgspec.msgpack.decode(answer, type=Verdict)
         if verdict.fault is not None:
             raise (CostError if verdict.is_costly else GrammarError)(verdict.fault)
         return msgspec.structs.replace(grammar, text=verdict.text)
 
     def close(self) -> None:
-        """Ends the child, if there is one."""
-        if self._end is not None:
-            self._end()
-        self._child = None
+        """Ends the child, if there is one, and starts no other. From any thread; who waits for a verdict gets none."""
+        with self._lock:
+            self._is_closed = True
+            if self._child is not None:
+                self._child.end()
 
-    def _ask(self, grammar: Grammar) -> Verdict:
-        if self._child is not None and self._child.poll() is not None:
-            self.close()  # lost while it was idle, which says nothing of this grammar
-        child = self._child or self._start()
-        assert child.stdin is not None
-        assert child.stdout is not None
-        write_frame(child.stdin, msgspec.msgpack.encode(grammar))
-        return msgspec.msgpack.decode(read_frame(child.stdout), type=Verdict)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        outfit = msgspec.msgpack.encode(self._outfit())
-        child = subprocess.Popen(
-            [sys.executable, "-m", "grammar.examination"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # it may quote the client
-            cwd=_ROOT,
-            process_group=0,  # a Ctrl-C in the terminal is for its parent
-        )
-        self._child, self._end = child, weakref.finalize(self, _end_child, child)
-        assert child.stdin is not None
-        assert child.stdout is not None
+    def _answer(self, frame: bytes) -> bytes:
+        """That of a child; of another one if somebody has killed the first, which says little of what it had."""
         try:
-            write_frame(child.stdin, outfit)
-            assert read_frame(child.stdout) == READY
-        except (EOFError, BrokenPipeError) as error:
-            self.close()
+            return self._ready_child().ask(frame)
+        except ChildLostError as error:
+            if error.death is not Death.FOREIGN:
+                raise
+        return self._ready_child().ask(frame)
+
+    def _ready_child(self) -> Child:
+        if self._child is not None and self._child.is_running:
+            return self._child
+        outfit = msgspec.msgpack.encode(self._outfit())
+        child = self._start()
+        try:
+            answer = child.ask(outfit)
+        except ChildLostError as error:
+            if error.death is not Death.EXCESS:
+                raise
             raise RuntimeError("the process that examines grammars does not start") from error
+        assert answer == READY, answer
         return child
+
+    def _start(self) -> Child:
+        with self._lock:
+            if self._is_closed:
+                raise UndecidedError("the process that examines grammars has been told to end")
+            self._child = Child("grammar.examination", WALL_SECONDS)
+            return self._child
 
 
 class Examiners:
@@ -120,10 +124,9 @@ class Examiners:
             return examiner.examine(grammar)
 
     def close(self) -> None:
-        """Ends all children that nobody waits for."""
-        with suppress(queue.Empty):
-            while True:
-                self._idle.get_nowait().close()
+        """Ends all children, at once; who waits for a verdict gets none."""
+        for examiner in self._all:
+            examiner.close()
 
     @contextmanager
     def _one(self) -> Iterator[Examiner]:
@@ -134,25 +137,12 @@ class Examiners:
             self._idle.put(examiner)
 
 
-def write_frame(pipe: IO[bytes], body: bytes) -> None:
-    """Raises BrokenPipeError."""
-    pipe.write(len(body).to_bytes(4, "little") + body)
-    pipe.flush()
-
-
-def read_frame(pipe: IO[bytes]) -> bytes:
-    """Raises EOFError."""
-    head = pipe.read(4)
-    body = pipe.read(int.from_bytes(head, "little")) if len(head) == 4 else b""
-    if not body:
-        raise EOFError("the other end is gone")
-    return body
-
-
-def _end_child(child: subprocess.Popen[bytes]) -> None:
-    child.kill()
-    for pipe in (child.stdin, child.stdout):
-        with suppress(BrokenPipeError):
-            if pipe is not None:
-                pipe.close()
-    child.wait()
+def _fault_of(death: Death) -> GrammarError:
+    """What the death of a child says of the grammar that it had."""
+    match death:
+        case Death.EXCESS:
+            return CostError(f"it takes more than {CPU_SECONDS:g} s or too much memory to compile")
+        case Death.OVERDUE:
+            return UndecidedError(f"it was not compiled within {WALL_SECONDS:g} s, which may be the machine's fault")
+        case Death.FOREIGN:
+            return UndecidedError("the process that compiled it was killed, perhaps as the machine is short of memory")

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from grammar.child import Child, ChildLostError, Death
 from kvtransfer.messages import GrammarKind
 from tests.gateway.http_world import NUM_IDS, ids_of, make_world, tokenizer_of_world
 from tests.grammar.made_grammars import BAD, BOMBS, CHOICE, JSON, LARK, REGEX
@@ -154,6 +155,17 @@ def test_a_bomb_is_a_400_and_holds_up_nobody(world):
         assert "too much memory" in refused(world, response, "guided_json")
     assert longest < 1.0
     assert seconds < 1.0
+
+
+def test_a_verdict_that_was_not_reached_is_a_400_and_not_kept(world, monkeypatch):
+    def ask(child, frame):
+        child.end()
+        raise ChildLostError(Death.OVERDUE)
+
+    monkeypatch.setattr(Child, "ask", ask)
+    assert "not compiled within" in refused(world, world.complete(guided_regex="[x-z]{7}"), "guided_regex")
+    monkeypatch.undo()
+    assert told(world, world.complete(guided_regex="[x-z]{7}")).grammar.text == "[x-z]{7}"
 
 
 def test_bad_words_are_token_ids_at_the_beginning_and_behind_a_blank(world):

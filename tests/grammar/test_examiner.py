@@ -5,10 +5,12 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 
-from grammar.errors import CostError, GrammarError
-from grammar.examiner import CPU_SECONDS, Examiner, Examiners, Outfit
+from grammar.child import Child
+from grammar.errors import CostError, GrammarError, UndecidedError
+from grammar.examiner import CPU_SECONDS, WALL_SECONDS, Examiner, Examiners, Outfit
 from tests.grammar.made_grammars import BAD, BOMBS, LARK, grammar, regex, tokenizer_json
 from tests.tiny_models import EOS_ID, VOCAB_SIZE
 
@@ -66,9 +68,64 @@ def test_a_child_that_was_lost_while_idle_is_replaced(examiner):
     examiner.examine(regex("a"))
     child = examiner._child.pid
     os.kill(child, signal.SIGKILL)
-    examiner._child.wait()
+    examiner._child._process.wait()
     assert examiner.examine(regex("a")) == regex("a")
     assert examiner._child.pid != child
+
+
+def test_a_child_that_stands_still_is_killed_and_the_next_one_is_served(examiner, monkeypatch):
+    monkeypatch.setattr("grammar.examiner.WALL_SECONDS", 1.5)
+    examiner.examine(regex("a"))
+    child = examiner._child.pid
+    os.kill(child, signal.SIGSTOP)
+    with pytest.raises(UndecidedError, match=r"within 1.5 s"):
+        examiner.examine(regex("b"))
+    assert not is_running(child)
+    monkeypatch.undo()
+    assert examiner.examine(regex("b")) == regex("b")
+
+
+def kill_over(monkeypatch, wanted, times) -> None:
+    """Kills the next `times` children that get the grammar `wanted`."""
+    frame, ask, left = msgspec.msgpack.encode(wanted), Child.ask, iter(range(times))
+
+    def ask_of_dying(child, asked):
+        if asked == frame and next(left, None) is not None:
+            os.kill(child.pid, signal.SIGKILL)
+        return ask(child, asked)
+
+    monkeypatch.setattr(Child, "ask", ask_of_dying)
+
+
+def test_a_child_that_somebody_kills_is_replaced_once(examiner, monkeypatch):
+    examiner.examine(regex("a"))
+    kill_over(monkeypatch, regex("b"), 1)
+    assert examiner.examine(regex("b")) == regex("b")
+    kill_over(monkeypatch, regex("c"), 2)
+    with pytest.raises(UndecidedError, match="was killed"):
+        examiner.examine(regex("c"))
+    assert examiner.examine(regex("c")) == regex("c")
+
+
+def test_closing_ends_a_child_that_is_waited_for():
+    examiners = Examiners(1, outfit)
+    examiners.examine(regex("a"))
+    child = examiners._all[0]._child
+    os.kill(child.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(examiners.examine, regex("b"))
+        wait_until(examiners._idle.empty)
+        examiners.close()
+        with pytest.raises(UndecidedError, match="told to end"):
+            waiting.result(WALL_SECONDS / 2)
+    assert not is_running(child.pid)
+
+
+def wait_until(holds) -> None:
+    deadline = time.monotonic() + 10.0
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_child_that_does_not_start_is_not_the_grammars_fault(examiner, monkeypatch):
