@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 
 from decode.config import DecodeConfig
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             swap_gib=config.swap_gib,
         )
         settle_memory()
-        return build(config, engine, listener, keys).run()
+        with closing(engine.grammars):
+            return build(config, engine, listener, keys).run()
 
 
 def build(

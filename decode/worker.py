@@ -81,6 +81,7 @@ class DecodeRole(EngineRole[DecodeJob, ReceptionCommand]):
         self._receiver.start()
 
     def stop(self) -> None:
+        super().stop()
         self._receiver.stop()
 
     def is_alive(self) -> bool:

@@ -1,7 +1,9 @@
-"""Where requests with a grammar wait until it is compiled: beside the step loop, in a thread of its own.
+"""Where requests with a grammar wait until it is compiled: beside the step loop, in threads of its own.
 
-add -> door: compile, replay the output so far --ready--> book        as any other request
-                                               --refused--> REJECTED
+add -> door: unknown: compile, replay the output so far --ready--> book        as any other request
+             known:   replay                            --refused--> REJECTED
+
+A grammar may take seconds to compile, so those that are known have a thread for themselves.
 """
 
 import logging
@@ -30,8 +32,9 @@ class _Group(Generic[Job]):
     members: list[Job]
     future: Future[LLMatcher]
 
-    def is_of(self, gateway: str) -> bool:
-        return self.members[0].gateway == gateway
+    @property
+    def is_deserted(self) -> bool:
+        return all(member.is_over for member in self.members)
 
 
 class GrammarDoor(Generic[Job]):
@@ -41,7 +44,8 @@ class GrammarDoor(Generic[Job]):
         self.masks = masks
         self._grammars = grammars
         self._wake = wake
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._replaying = ThreadPoolExecutor(1, thread_name_prefix="known-grammars")
         self._waiting: dict[RequestKey, _Group[Job]] = {}
 
     def __len__(self) -> int:
@@ -54,7 +58,7 @@ class GrammarDoor(Generic[Job]):
     def enter(self, request: Job, followers: Sequence[Job] = ()) -> None:
         """`take_ready` gives it back, with the further choices of its prompt. A repeated message changes nothing."""
         if request.key not in self._waiting:
-            future = self._thread.submit(self._grammars.matcher_for, request)
+            future = self._thread_for(request).submit(self._grammars.matcher_for, request)
             self._waiting[request.key] = _Group([request, *followers], future)
             future.add_done_callback(lambda _: self._wake())
 
@@ -65,20 +69,42 @@ class GrammarDoor(Generic[Job]):
             del self._waiting[group.members[0].key]
         return [(group.members, self._outcome(group)) for group in ready]
 
-    def leave(self, key: RequestKey, gateway: str) -> list[Job]:
-        """Takes away a request of this gateway, if it waits here, and behind it those that followed it."""
+    def leave(self, key: RequestKey, gateway: str) -> Job | None:
+        """The request of this name and gateway, if it waits here: it is over now. One that others follow stays as their
+        carrier, as it does in the book: their KV comes, or goes, under its name."""
         for leader, group in self._waiting.items():
-            for place, member in enumerate(group.members):
-                if member.key == key and member.gateway == gateway:
-                    if place:
-                        return [group.members.pop(place)]
-                    group.future.cancel()
-                    return self._waiting.pop(leader).members
-        return []
+            for member in group.members:
+                if member.key == key and member.gateway == gateway and not member.is_over:
+                    member.is_over = True
+                    if member.key != leader:
+                        group.members.remove(member)
+                    if group.is_deserted:
+                        self._drop(leader)
+                    return member
+        return None
 
-    def leave_all_of(self, gateway: str) -> list[list[Job]]:
-        """Takes away all requests of a gateway."""
-        return [self.leave(key, gateway) for key, group in list(self._waiting.items()) if group.is_of(gateway)]
+    def leave_all_of(self, gateway: str) -> list[Job]:
+        """All requests of a gateway that waits for them here; they are over now."""
+        leaders = [leader for leader, group in self._waiting.items() if group.members[0].gateway == gateway]
+        left = [member for leader in leaders for member in self._drop(leader) if not member.is_over]
+        for member in left:
+            member.is_over = True
+        return left
+
+    def close(self) -> None:
+        """Takes no more requests, and compiles nothing that it has not begun with."""
+        for thread in (self._compiling, self._replaying):
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _thread_for(self, request: Job) -> ThreadPoolExecutor:
+        grammar = request.sampling.grammar
+        assert grammar is not None, request.key
+        return self._replaying if self._grammars.knows(grammar) else self._compiling
+
+    def _drop(self, leader: RequestKey) -> list[Job]:
+        group = self._waiting.pop(leader)
+        group.future.cancel()
+        return group.members
 
     def _outcome(self, group: "_Group[Job]") -> RejectedError | None:
         request, *followers = group.members

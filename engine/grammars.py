@@ -23,14 +23,15 @@ MAX_KEPT: Final = 32
 
 
 class Grammars:
-    """Makes matchers. From any thread; callers wait for each other."""
+    """Makes matchers. From any thread; one grammar is compiled at a time, and nobody else waits for that."""
 
     def __init__(self, model_path: Path, num_ids: int, eos_token_ids: Iterable[int]) -> None:
         """Nothing is read before the first grammar comes. `num_ids`: of the model."""
         self._path = model_path
         self._num_ids = num_ids
         self._eos_token_ids = tuple(eos_token_ids)
-        self._lock = threading.Lock()
+        self._compiling = threading.Lock()  # the examiner's
+        self._lock = threading.Lock()  # the cache's: held for a moment at a time
         self._cache = MatcherCache(MAX_KEPT)
         self._examiner = Examiner(self._outfit)
 
@@ -39,21 +40,24 @@ class Grammars:
         grammar that is refused. Raises RejectedError."""
         grammar = request.sampling.grammar
         assert grammar is not None, request.key
-        with self._lock:
-            try:
-                self._check_vocabulary(grammar)
-                matcher = self._cache.get(grammar) or self._compile(grammar)
-            except GrammarError as error:
-                raise RejectedError(f"{grammar.kind.value}: {error}") from error
+        try:
+            self._check_vocabulary(grammar)
+            matcher = self._kept(grammar) or self._compile(grammar)
+        except GrammarError as error:
+            raise RejectedError(f"{grammar.kind.value}: {error}") from error
         if not matcher.consume_tokens(list(request.output_token_ids)):
             raise RejectedError(f"{grammar.kind.value}: the output so far does not follow it ({fault_of(matcher)})")
         _check_some_token_is_left(matcher, request.sampling, self._num_ids)
         return matcher
 
-    def close(self) -> None:
-        """Ends the process that examines."""
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether it is compiled already, so that a matcher takes next to no time."""
         with self._lock:
-            self._examiner.close()
+            return grammar in self._cache
+
+    def close(self) -> None:
+        """Ends the process that examines; nothing unknown is compiled any more."""
+        self._examiner.close()
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -63,10 +67,18 @@ class Grammars:
         if grammar.vocabulary != self._vocabulary.digest:
             raise GrammarError("the gateway's tokenizer is not this model's; give both the same --model")
 
+    def _kept(self, grammar: Grammar) -> LLMatcher | None:
+        with self._lock:
+            return self._cache.get(grammar)
+
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        self._examiner.examine(grammar)
-        matcher = compile_grammar(self._vocabulary, grammar)
-        self._cache.put(grammar, matcher)
+        with self._compiling:
+            if (known := self._kept(grammar)) is not None:
+                return known  # somebody else has had it compiled meanwhile
+            self._examiner.examine(grammar)
+            matcher = compile_grammar(self._vocabulary, grammar)
+        with self._lock:
+            self._cache.put(grammar, matcher)
         return matcher
 
     def _outfit(self) -> Outfit:

@@ -71,16 +71,18 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
         request = self._book.find(key)
         if request is not None and request.gateway == gateway:
             self._book.cancel(key, now)
-        elif self._door is not None:
-            gone, *followers = self._door.leave(key, gateway) or (None,)
-            if gone is not None:
-                self._turn_away([gone], EndReason.CANCELLED)
-                self._turn_away(followers, EndReason.FAILED, "the first choice of its prompt was cancelled")
+        elif self._door is not None and (gone := self._door.leave(key, gateway)) is not None:
+            self._turn_away([gone], EndReason.CANCELLED)
 
     def cancel_all_of(self, gateway: str, now: float) -> None:
         self._book.cancel_all_of(gateway, now)
-        for members in self._door.leave_all_of(gateway) if self._door is not None else ():
-            self._turn_away(members, EndReason.CANCELLED)
+        if self._door is not None:
+            self._turn_away(self._door.leave_all_of(gateway), EndReason.CANCELLED)
+
+    def stop(self) -> None:
+        """Ends the threads of this role. The engine, and with it the compiled grammars, may serve another one."""
+        if self._door is not None:
+            self._door.close()
 
     def reset_prefix_cache(self) -> None:
         self._engine.pool.forget_names()
@@ -156,7 +158,8 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
             if fault is None:
                 self._book.add(members[0], now, members[1:])
             else:
-                self._turn_away(members, EndReason.REJECTED, str(fault))
+                unheard = [member for member in members if not member.is_over]
+                self._turn_away(unheard, EndReason.REJECTED, str(fault))
 
     def _turn_away(self, members: Sequence[Request], reason: EndReason, message: str = "") -> None:
         """The one word that requests get which never came into the book."""

@@ -75,6 +75,9 @@ class MatcherCache:
     def __len__(self) -> int:
         return len(self._matchers)
 
+    def __contains__(self, grammar: Grammar) -> bool:
+        return (grammar.kind.value, grammar.text) in self._matchers
+
     def get(self, grammar: Grammar) -> LLMatcher | None:
         """A matcher at its beginning that is the caller's own."""
         name = (grammar.kind.value, grammar.text)

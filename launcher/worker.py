@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from decode.__main__ import build as build_decode
@@ -55,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             swap_gib=config.as_decode().swap_gib,
         )
         settle_memory()
-        return _Roles(config, engine, keys).run(config.first_role, listener)
+        with closing(engine.grammars):
+            return _Roles(config, engine, keys).run(config.first_role, listener)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 
 from engine.assembly import Engine, assemble, introduce, key_name_of, worker_id_of
@@ -46,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         keys = load_keys(config.curve_dir, key_name_of(config, Role.PREFILL), worker_id)
         engine = assemble(config, resolve_model(config.model), config.max_num_batched_tokens)
         settle_memory()
-        return build(config, engine, keys).run()
+        with closing(engine.grammars):
+            return build(config, engine, keys).run()
 
 
 def build(config: PrefillConfig, engine: Engine, keys: CurveKeys | None, *, can_switch: bool = False) -> Worker:

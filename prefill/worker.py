@@ -76,6 +76,7 @@ class PrefillRole(EngineRole[PrefillJob, TransferCommand]):
         self._sender.start()
 
     def stop(self) -> None:
+        super().stop()
         self._sender.stop()
 
     def is_alive(self) -> bool:

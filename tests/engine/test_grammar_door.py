@@ -122,11 +122,88 @@ def test_choices_of_one_prompt_wait_and_go_in_together(world):
     assert ends_of(world.role) == {"r": None, "t": None}
 
 
-def test_the_first_choice_is_cancelled_at_the_door_and_the_others_are_tried_elsewhere(world):
+def test_the_first_choice_is_cancelled_at_the_door_and_the_others_go_in(world):
     world.add(regex("[a-z]+"), siblings=GROUP)
-    world.role.cancel("gw", Cancel("r", 0), 1.0)
-    assert ends_of(world.role) == {"r": EndReason.CANCELLED, "s": EndReason.FAILED, "t": EndReason.FAILED}
+    for _ in range(2):  # a repeated message changes nothing
+        world.role.cancel("gw", Cancel("r", 0), 1.0)
+    assert ends_of(world.role) == {"r": EndReason.CANCELLED}
+    assert not world.role.is_empty()
+    world.wait()
+    assert world.role.step()
+    assert ends_of(world.role) == {"s": None, "t": None}
+    for request_id in "st":
+        world.role.cancel("gw", Cancel(request_id, 0), 1.0)
+    assert ends_of(world.role) == dict.fromkeys("st", EndReason.CANCELLED)
     assert world.role.is_empty()
+    world.role.check_integrity()
+
+
+@pytest.mark.parametrize("order", ["rst", "str", "srt"])
+def test_all_choices_are_cancelled_at_the_door_one_after_the_other(world, order):
+    world.add(regex("[a-z]+"), siblings=GROUP)
+    for request_id in order:
+        assert not world.role.is_empty()
+        world.role.cancel("gw", Cancel(request_id, 0), 1.0)
+        assert ends_of(world.role) == {request_id: EndReason.CANCELLED}
+    assert world.role.is_empty()
+
+
+def test_a_choice_that_was_cancelled_at_the_door_gets_no_second_word(world):
+    for request_id, gateway, wanted in (("r", "gw", grammar(*BAD["unclosed"])), ("x", "another", regex("a"))):
+        siblings = tuple(Sibling(request_id + name, index) for index, name in enumerate("st", 1))
+        world.add(wanted, request_id, gateway, siblings=siblings)
+        world.role.cancel(gateway, Cancel(request_id, 0), 1.0)
+    world.role.cancel_all_of("another", 1.0)
+    world.wait()
+    assert not world.role.step()
+    told = [(output.request_id, output.end.reason) for _, output in world.role.flush()]
+    assert sorted(told) == sorted(
+        [(name, EndReason.CANCELLED) for name in ("r", "x", "xs", "xt")]
+        + [(name, EndReason.REJECTED) for name in ("rs", "rt")]
+    )
+    assert world.role.is_empty()
+
+
+def test_who_has_a_known_grammar_does_not_wait_for_one_that_is_compiled(world, monkeypatch):
+    world.add(regex("a+"))
+    world.wait()
+    assert world.role.step()
+    world.role.flush()
+    may_end, examine = threading.Event(), world.grammars._examiner.examine
+
+    def slow(wanted):
+        assert may_end.wait(WITHIN_S)
+        return examine(wanted)
+
+    monkeypatch.setattr(world.grammars._examiner, "examine", slow)
+    world.add(regex("b+"), "slow")
+    world.add(regex("c+"), "behind it")
+    world.add(regex("a+"), "known")
+    assert world.woken.acquire(timeout=WITHIN_S)
+    assert world.role.step()
+    assert {output.request_id for _, output in world.role.flush()} == {"r", "known"}
+    may_end.set()
+    world.wait()
+    assert world.role.step()
+    assert {output.request_id for _, output in world.role.flush()} == {"r", "slow", "behind it", "known"}
+
+
+def test_a_role_that_stops_leaves_nothing_to_be_compiled(world, monkeypatch):
+    may_end, begun = threading.Event(), threading.Semaphore(0)
+
+    def slow(request):
+        begun.release()
+        assert may_end.wait(WITHIN_S)
+        raise RejectedError("never mind")
+
+    monkeypatch.setattr(world.grammars, "matcher_for", slow)
+    for request_id in ("r", "q"):
+        world.add(regex(request_id), request_id)
+    assert begun.acquire(timeout=WITHIN_S)
+    world.role.stop()
+    may_end.set()
+    world.wait()
+    assert not begun.acquire(blocking=False), "what had not begun was compiled after the end"
 
 
 def test_choices_of_a_bad_grammar_are_all_rejected(world):
