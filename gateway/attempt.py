@@ -13,6 +13,7 @@ from kvtransfer.messages import (
     DecodeRequest,
     DecodeTarget,
     EndReason,
+    LeaveCause,
     LifetimeEvent,
     PrefillRequest,
     PrefillSource,
@@ -26,6 +27,7 @@ from kvtransfer.messages import (
     TokenLogprob,
 )
 
+_PLANNED = {LeaveCause.SHUTDOWN: RetryReason.WORKER_STOPPED, LeaveCause.ROLE_SWITCH: RetryReason.ROLE_SWITCHED}
 _FINISHES = frozenset({EndReason.STOP, EndReason.LENGTH})
 
 
@@ -134,9 +136,10 @@ class Attempt:
         if self._num_final is not None and self.merge.length > self._num_final:
             raise InconsistentOutputError("output tokens came after the end")
 
-    def loss_of(self, leg: Leg) -> SetbackError:
+    def loss_of(self, leg: Leg, cause: LeaveCause) -> SetbackError:
         """What it means that a worker which is needed has gone."""
-        reason = RetryReason.PREFILL_LOST if leg is self.prefill else RetryReason.DECODE_LOST
+        lost = RetryReason.PREFILL_LOST if leg is self.prefill else RetryReason.DECODE_LOST
+        reason = _PLANNED.get(cause, lost)
         error = RequestFailedError(f"the {leg.role.value} worker of the request was lost")
         return SetbackError(reason, error, [leg.ref])
 

@@ -35,6 +35,7 @@ from kvtransfer.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    LeaveCause,
     Refused,
     Reintroduce,
     RequestMessage,
@@ -67,10 +68,11 @@ class ClusterSettings:
 
 @dataclass(frozen=True)
 class Departure:
-    """A worker is no longer live: whatever it had of ours is lost."""
+    """A worker is no longer live: whatever it had of ours is lost, or with a `cause` that was planned left to us."""
 
     worker: Worker
     reason: str
+    cause: LeaveCause = LeaveCause.FAILURE
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class Cluster:
             return self._on_stranger(sender, message.generation)
         if isinstance(message, Goodbye):
             self._retired.add(worker.ref, "it has said goodbye")
-            return Reaction(departed=self.drop(worker.worker_id, f"left: {message.reason}"))
+            return Reaction(departed=self.drop(worker.worker_id, f"left: {message.reason}", message.cause))
         if worker.has_lost(message):
             return Reaction(reply=Reintroduce(self.epoch), departed=self.drop(worker.worker_id, "messages were lost"))
         if isinstance(message, Heartbeat):
@@ -193,10 +195,10 @@ class Cluster:
         """Our sign of life for a live worker."""
         return GatewayBeat(self.epoch, self._workers[worker_id].num_sent)
 
-    def drop(self, worker_id: str, reason: str) -> Departure | None:
+    def drop(self, worker_id: str, reason: str, cause: LeaveCause = LeaveCause.FAILURE) -> Departure | None:
         """Forgets a worker; None if it isn't live."""
         worker = self._workers.pop(worker_id, None)
-        return None if worker is None else Departure(worker, reason)
+        return None if worker is None else Departure(worker, reason, cause)
 
     def drop_sender(self, sender: str, reason: str) -> Departure | None:
         """Forgets the live worker behind a connection, if there is one."""

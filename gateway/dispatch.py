@@ -285,7 +285,7 @@ class Dispatcher(Backend):
             self._on_departure(departure)
 
     def _on_departure(self, departure: Departure) -> None:
-        self._flights.on_departure(departure.worker)
+        self._flights.on_departure(departure.worker, departure.cause)
         self._on_worker_change(departure.worker, f"is gone: {departure.reason}")
 
     def _on_worker_change(self, worker: Worker, what: str, level: int = logging.WARNING) -> None:

@@ -28,7 +28,9 @@ class RetryReason(Enum):
 
     PREFILL_LOST = "prefill_lost"  # the prefill worker is gone, or messages of it are
     DECODE_LOST = "decode_lost"
-    FAILED = "failed"  # a worker could not go on: the KV did not come through, a lease ran out, it shuts down
+    WORKER_STOPPED = "worker_stopped"  # a worker that was told to stop has left with the request unfinished
+    ROLE_SWITCHED = "role_switched"  # or one that was told to take its other role
+    FAILED = "failed"  # a worker could not go on: the KV did not come through, a lease ran out, it takes nothing new
     OVERLOADED = "overloaded"  # a worker has no room
 
 

@@ -23,6 +23,7 @@ from kvtransfer.messages import (
     Cancel,
     EndReason,
     GatewayToWorker,
+    LeaveCause,
     LifetimeEvent,
     RequestKey,
     RequestOutput,
@@ -119,7 +120,7 @@ class Flights:
                 logger.exception("request %s: output could not be handled", output.request_id)
             self.end(flight, error=RequestFailedError("internal error"))
 
-    def on_departure(self, worker: Worker) -> None:
+    def on_departure(self, worker: Worker, cause: LeaveCause) -> None:
         """A setback for what needed this worker; once decode has all of the KV, prefill isn't needed any more."""
         for flight in tuple(self._flights.values()):
             leg = None if flight.attempt is None else flight.attempt.leg_on(worker)
@@ -127,7 +128,7 @@ class Flights:
                 continue
             self._leave(flight, leg)
             if flight.attempt.needs(leg):
-                self._set_back(flight, flight.attempt.loss_of(leg))
+                self._set_back(flight, flight.attempt.loss_of(leg, cause))
         self.held.forget(worker.ref)
 
     def on_tick(self, now: float) -> None:

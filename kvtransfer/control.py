@@ -34,6 +34,7 @@ from kvtransfer.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    LeaveCause,
     Load,
     PrefillRequest,
     Refused,
@@ -106,6 +107,7 @@ class _Outgoing:
 @dataclass(frozen=True)
 class _Leave:
     reason: str
+    cause: LeaveCause
 
 
 class ControlWire(Protocol):
@@ -162,9 +164,9 @@ class GatewayLinks:
         """All that one step has for one gateway."""
         self._outbox.put(_Outgoing(gateway, tuple(outputs)))
 
-    def leave(self, reason: str, timeout: float = 2.0) -> None:
+    def leave(self, reason: str, cause: LeaveCause, timeout: float = 2.0) -> None:
         """Says Goodbye to all gateways and ends the thread."""
-        self._outbox.put(_Leave(reason))
+        self._outbox.put(_Leave(reason, cause))
         self._thread.join(timeout)
         if not self.is_alive():
             self._outbox.close()
@@ -249,7 +251,7 @@ class GatewayLinks:
             return
         self._leaving = True
         for endpoint in self.gateways:
-            self._client.send(endpoint, Goodbye(self.hello.generation, item.reason))
+            self._client.send(endpoint, Goodbye(self.hello.generation, item.reason, item.cause))
 
     def _send(self, link: GatewayLink, outputs: tuple[RequestOutput, ...], now: float) -> None:
         """Nothing goes to a gateway that we aren't registered with: what it had here is cancelled, by both sides."""

@@ -25,7 +25,7 @@ import msgspec
 
 from kvtransfer.errors import MessageError
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 MAX_CONTROL_BYTES = 16 << 20
 """Upper bound of a control frame, bytes. A prompt of a million token ids takes about 5 MB."""
@@ -100,6 +100,14 @@ class EndReason(Enum):
     @property
     def is_error(self) -> bool:
         return self in (EndReason.REJECTED, EndReason.OVERLOADED, EndReason.FAILED)
+
+
+class LeaveCause(Enum):
+    """What makes a worker say Goodbye."""
+
+    SHUTDOWN = "shutdown"  # it was told to stop
+    ROLE_SWITCH = "role_switch"  # it was told to take its other role, and comes back with it
+    FAILURE = "failure"  # it can't go on
 
 
 class LifetimeEvent(Enum):
@@ -402,10 +410,11 @@ class StepOutput(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """The worker leaves on purpose."""
+    """The worker leaves, and says so: what it still has is to go on elsewhere."""
 
     generation: Name
     reason: Text
+    cause: LeaveCause = LeaveCause.FAILURE
 
 
 # --- gateway -> worker -----------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import (
     Cancel,
     EndReason,
+    LeaveCause,
     Load,
     RequestEnd,
     RequestMessage,
@@ -70,6 +71,10 @@ class _Ending:
     @property
     def reason(self) -> str:
         return "shutting down" if self.role is None else f"switching to {self.role.value}"
+
+    @property
+    def cause(self) -> LeaveCause:
+        return LeaveCause.SHUTDOWN if self.role is None else LeaveCause.ROLE_SWITCH
 
 
 class WorkerRole(Protocol):
@@ -239,7 +244,10 @@ class Worker:
             logger.error("a thread of this worker has died; giving up")
             self._failed = True
         well = not (self._failed or self._refused)
-        self.links.leave(self._ending.reason if well and self._ending is not None else "failed")
+        if well and self._ending is not None:
+            self.links.leave(self._ending.reason, self._ending.cause)
+        else:
+            self.links.leave("failed", LeaveCause.FAILURE)
         if self.next_role is not None:
             self._release()
         self.role.stop()

@@ -15,7 +15,7 @@ from gateway.dispatch import Dispatcher, DispatchSettings
 from kvtransfer.channel import ControlServer, endpoint_port
 from kvtransfer.control import FromGateway, GatewayLinks, GatewayLost, LinkTiming
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import Cancel, DecodeRequest, PrefillRequest, RequestOutput
+from kvtransfer.messages import Cancel, DecodeRequest, LeaveCause, PrefillRequest, RequestOutput
 from tests.gateway.cluster_world import EPOCH, RESERVED, Client, hello, sampling
 from tests.kvtransfer.cut_proxy import Direction, cut_proxy
 
@@ -51,7 +51,7 @@ class LinkedWorker:
         self.links.send(self.gateway, [RequestOutput(spec.request_id, spec.attempt, 0, events=RESERVED)])
 
     def stop(self) -> None:
-        self.links.leave("the test is over")
+        self.links.leave("the test is over", LeaveCause.SHUTDOWN)
         self.inbox.close()
 
 

@@ -21,7 +21,7 @@ from gateway.dispatch import DispatchSettings
 from gateway.failover import FailoverSettings, RetryReason
 from gateway.modes import Mode, ModeRules
 from kvtransfer.errors import MessageError
-from kvtransfer.messages import Cancel, DecodeRequest, EndReason, Goodbye, PrefillRequest, RequestSpec
+from kvtransfer.messages import Cancel, DecodeRequest, EndReason, Goodbye, LeaveCause, PrefillRequest, RequestSpec
 from tests.gateway.cluster_world import RESERVED, Client, World
 
 LOCAL_THRESHOLD = 6
@@ -348,7 +348,8 @@ class Walk:
         elif how == "restart":
             self.do(self._join(worker_id))
         else:
-            message = MessageError("bad") if how == "malformed" else Goodbye(self._generation(worker_id), "bye")
+            cause = self.random.choice([LeaveCause.SHUTDOWN, LeaveCause.ROLE_SWITCH])
+            message = MessageError("bad") if how == "malformed" else Goodbye(self._generation(worker_id), "bye", cause)
             self.do(self.world.hear(worker_id, message))
 
     def time_passes(self) -> None:
@@ -469,5 +470,7 @@ def test_walks_reach_what_they_are_for():
     kinds = {EndReason.STOP, EndReason.LENGTH, RequestFailedError, OverloadedError, InvalidRequestError, type(None)}
     assert kinds - ends == set()
     assert modes == {(mode, is_first) for mode in (Mode.LOCAL, Mode.DISAGGREGATED) for is_first in (True, False)}
-    assert retries == set(RetryReason)
+    planned = {RetryReason.WORKER_STOPPED, RetryReason.ROLE_SWITCHED}
+    assert retries | planned == set(RetryReason)
+    assert retries & planned
     assert num_resumed >= 5, "requests that finish behind a lost attempt"

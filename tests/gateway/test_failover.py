@@ -11,7 +11,7 @@ from gateway.failover import SAME_WORKER_DELAY_S, Failover, FailoverSettings, Re
 from gateway.flight import Deadlines, Flight, FlightState, IllegalFlightMoveError
 from gateway.stream import TokenStream
 from kvtransfer.errors import SettingsError
-from kvtransfer.messages import Cancel, DecodeRequest, EndReason, Goodbye, PrefillRequest
+from kvtransfer.messages import Cancel, DecodeRequest, EndReason, Goodbye, LeaveCause, PrefillRequest
 from tests.gateway.cluster_world import LIMITS, beat, hello, sampling, world
 from tests.gateway.test_dispatch import BOTH, in_loop, started
 from tests.gateway.test_phases import DECODE_READINGS, PREFILL_READINGS, sum_of
@@ -83,6 +83,22 @@ async def test_a_lost_decode_worker_is_replaced_at_once_and_the_stream_goes_on()
         assert (client.tokens, client.finish) == ([10, 11, 12, 13, 14], EndReason.LENGTH)
         assert it.recorder.retries == [RetryReason.DECODE_LOST]
         it.assert_empty()
+
+
+@in_loop
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [
+        (LeaveCause.FAILURE, RetryReason.DECODE_LOST),
+        (LeaveCause.SHUTDOWN, RetryReason.WORKER_STOPPED),
+        (LeaveCause.ROLE_SWITCH, RetryReason.ROLE_SWITCHED),
+    ],
+)
+async def test_who_leaves_as_an_operator_wants_it_is_not_counted_as_lost(cause, reason):
+    async with world("prefill-0", "decode-0", "decode-1") as it:
+        await streaming(it, max_tokens=5)
+        await it.hear("decode-0", Goodbye("g1", "bye", cause))
+        assert it.recorder.retries == [reason]
 
 
 @in_loop

@@ -103,6 +103,8 @@ def test_retries_are_counted_by_reason_and_a_hand_off_has_its_gap():
     assert {key: value for key, value in values.items() if key.startswith(name)} == {
         f'{name}{{reason="prefill_lost"}}': 0,
         f'{name}{{reason="decode_lost"}}': 2,
+        f'{name}{{reason="worker_stopped"}}': 0,
+        f'{name}{{reason="role_switched"}}': 0,
         f'{name}{{reason="failed"}}': 0,
         f'{name}{{reason="overloaded"}}': 1,
     }

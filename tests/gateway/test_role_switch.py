@@ -5,11 +5,13 @@ import pytest
 from gateway.administration import SwitchOrder, WorkerState
 from gateway.backend import ConflictError, UnavailableError, UnknownWorkerError
 from gateway.cluster import Cluster, ClusterSettings
+from gateway.failover import RetryReason
 from gateway.modes import Mode
 from kvtransfer.messages import (
     DecodeRequest,
     EndReason,
     Goodbye,
+    LeaveCause,
     PrefillRequest,
     Refused,
     Role,
@@ -56,7 +58,7 @@ async def test_a_worker_is_told_drains_and_comes_back_in_its_new_role():
         assert it.spec("node-2", DecodeRequest).prompt_token_ids == (7,), "nothing new goes there, before any beat"
         await it.hear("node-1", beat(progress=2))  # said before it has heard of it
         assert states(it)[1] == ("node-1", D, DRAINING)
-        await it.hear("node-1", Goodbye("g1", "switching to prefill"))
+        await it.hear("node-1", Goodbye("g1", "switching to prefill", LeaveCause.ROLE_SWITCH))
         await it.hear("node-1", introduced("node-1", P, "g2"))
         assert states(it) == [("node-0", P, READY), ("node-1", P, READY), ("node-2", D, READY)]
         assert it.dispatcher.administrator.workers()[1].switching_to is None
@@ -72,13 +74,14 @@ async def test_what_runs_on_it_goes_on_and_what_is_left_goes_elsewhere():
         await it.say("node-1", spec, 0, [10])
         it.dispatcher.administrator.switch("node-1", TO_PREFILL)
         await it.say("node-1", spec, 1, [11])
-        await it.hear("node-1", Goodbye("g1", "switching to prefill"))
+        await it.hear("node-1", Goodbye("g1", "switching to prefill", LeaveCause.ROLE_SWITCH))
         resumed = it.spec("node-2", DecodeRequest)
         assert (resumed.attempt, resumed.output_token_ids, client.tokens) == (1, (10, 11), [10, 11])
         await it.hear("node-1", introduced("node-1", P, "g2"))
         await it.say("node-1", spec, 2, [99], generation="g1")  # late words of the role that is over
         await it.say("node-2", resumed, 2, [12, 13, 14, 15], EndReason.LENGTH)
         assert (client.tokens, client.error) == ([10, 11, 12, 13, 14, 15], None)
+        assert it.recorder.retries == [RetryReason.ROLE_SWITCHED], "nothing was lost"
         it.assert_empty()
 
 
@@ -87,7 +90,7 @@ async def test_the_prompt_of_a_long_request_goes_to_the_switched_worker():
     async with world() as it:
         await join(it, D, D)
         it.dispatcher.administrator.switch("node-1", TO_PREFILL)
-        await it.hear("node-1", Goodbye("g1", "switching to prefill"))
+        await it.hear("node-1", Goodbye("g1", "switching to prefill", LeaveCause.ROLE_SWITCH))
         await it.hear("node-1", introduced("node-1", P, "g2"))
         await it.ask(prompt=range(1, 100), mode=Mode.DISAGGREGATED)
         assert it.spec("node-1", PrefillRequest).prompt_token_ids == tuple(range(1, 100))

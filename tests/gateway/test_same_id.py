@@ -11,7 +11,7 @@ from gateway.dispatch import Dispatcher, DispatchSettings
 from kvtransfer.channel import ControlServer
 from kvtransfer.control import AllGatewaysRefused, FromGateway, GatewayLinks, GatewayLost, LinkTiming
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import EndReason, PrefillRequest, RequestEnd, RequestOutput
+from kvtransfer.messages import EndReason, LeaveCause, PrefillRequest, RequestEnd, RequestOutput
 from tests.gateway.cluster_world import EPOCH, FINGERPRINT, Client, hello, sampling
 
 PATIENCE_S = 5.0
@@ -46,7 +46,7 @@ class Process:
                 await asyncio.sleep(0.005)
 
     def stop(self) -> None:
-        self.links.leave("the test is over")
+        self.links.leave("the test is over", LeaveCause.SHUTDOWN)
         self.inbox.close()
 
 

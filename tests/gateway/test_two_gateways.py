@@ -11,7 +11,7 @@ from gateway.modes import Mode
 from kvtransfer.channel import ControlServer, endpoint_port
 from kvtransfer.control import FromGateway, GatewayLinks, GatewayLost, LinkTiming
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import Cancel, DecodeRequest, EndReason, PrefillRequest, RequestEnd, RequestOutput
+from kvtransfer.messages import Cancel, DecodeRequest, EndReason, LeaveCause, PrefillRequest, RequestEnd, RequestOutput
 from tests.gateway.cluster_world import RESERVED, Client, hello, sampling
 from tests.gateway.test_dispatch import in_loop
 
@@ -76,7 +76,7 @@ class SharedWorker:
         self.task.cancel()
         with suppress(asyncio.CancelledError):
             await self.task
-        self.links.leave("the test is over")
+        self.links.leave("the test is over", LeaveCause.SHUTDOWN)
         self.inbox.close()
 
 

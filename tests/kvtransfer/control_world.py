@@ -16,6 +16,7 @@ from kvtransfer.messages import (
     GatewayBeat,
     Heartbeat,
     Hello,
+    LeaveCause,
     Limits,
     RequestOutput,
     Role,
@@ -123,7 +124,7 @@ async def world(num_gateways: int = 1, dead_after: float = 30.0, **bounds):
     try:
         yield made, *gateways
     finally:
-        made.links.leave("the test is over")
+        made.links.leave("the test is over", LeaveCause.SHUTDOWN)
         assert not made.links.is_alive()
         made.inbox.close()
         for gateway in gateways:

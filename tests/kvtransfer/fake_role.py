@@ -7,7 +7,7 @@ import sys
 
 from kvtransfer.control import Report
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import EndReason, Load, RequestEnd, RequestOutput
+from kvtransfer.messages import EndReason, LeaveCause, Load, RequestEnd, RequestOutput
 from kvtransfer.worker import Worker, stop_on_signals
 
 
@@ -84,6 +84,7 @@ class FakeLinks:
         self.sent: list = []
         self.reports: list[Report] = []
         self.left: list[str] = []
+        self.causes: list[LeaveCause] = []
         self.gateways = ("one", "other")
         self.on_leave = lambda: None
         self.started = 0
@@ -101,8 +102,9 @@ class FakeLinks:
     def send(self, gateway, outputs) -> None:
         self.sent.append((gateway, list(outputs)))
 
-    def leave(self, reason) -> None:
+    def leave(self, reason, cause) -> None:
         self.left.append(reason)
+        self.causes.append(cause)
         self.on_leave()
 
 

@@ -30,6 +30,7 @@ from kvtransfer.messages import (
     Hello,
     KvLayout,
     KvTraffic,
+    LeaveCause,
     LifetimeEvent,
     Limits,
     Load,
@@ -117,6 +118,7 @@ FROM_WORKER = (
     ),
     StepOutput("g2", 4, (OUTPUT, RequestOutput("q", 1, 0))),
     Goodbye("g2", "because"),
+    Goodbye("g2", "switching", LeaveCause.ROLE_SWITCH),
 )
 FROM_GATEWAY = (
     Welcome("e", 3),

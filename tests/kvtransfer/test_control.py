@@ -17,6 +17,7 @@ from kvtransfer.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    LeaveCause,
     Load,
     PrefillRequest,
     PrefillSource,
@@ -47,7 +48,7 @@ async def test_a_worker_that_starts_before_its_gateway_registers_when_that_comes
     await asyncio.sleep(0.2)
     gateway = Gateway(endpoint_port(probe.endpoint))
     await gateway.welcome()
-    worker.links.leave("over")
+    worker.links.leave("over", LeaveCause.SHUTDOWN)
     worker.inbox.close()
     gateway.close()
 
@@ -202,11 +203,11 @@ async def test_leaving_says_goodbye_to_all_behind_the_last_output():
         await one.welcome()
         await other.welcome()
         worker.links.send(one.endpoint, [OUTPUT])
-        worker.links.leave("shutting down")
+        worker.links.leave("shutting down", LeaveCause.SHUTDOWN)
         assert not worker.links.is_alive()
         assert await one.hear(StepOutput) == StepOutput("g1", 1, (OUTPUT,))
-        assert await one.hear(Goodbye) == Goodbye("g1", "shutting down")
-        assert await other.hear(Goodbye) == Goodbye("g1", "shutting down")
+        assert await one.hear(Goodbye) == Goodbye("g1", "shutting down", LeaveCause.SHUTDOWN)
+        assert await other.hear(Goodbye) == Goodbye("g1", "shutting down", LeaveCause.SHUTDOWN)
 
 
 @in_loop
@@ -215,7 +216,7 @@ async def test_leaving_does_not_wait_for_a_gateway_that_never_came():
     nowhere.close()
     worker = World([nowhere.endpoint, endpoint("127.0.0.1", 1)], dead_after=30.0)
     before = time.monotonic()
-    worker.links.leave("over")
+    worker.links.leave("over", LeaveCause.SHUTDOWN)
     assert time.monotonic() - before < 2.0
     assert not worker.links.is_alive()
     worker.inbox.close()

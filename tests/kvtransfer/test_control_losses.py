@@ -19,6 +19,7 @@ from kvtransfer.messages import (
     GatewayBeat,
     Heartbeat,
     Hello,
+    LeaveCause,
     PrefillRequest,
     Refused,
     RequestEnd,
@@ -117,7 +118,7 @@ async def behind_a_proxy():
             await gateway.welcome()
             yield worker, gateway, proxy
         finally:
-            worker.links.leave("the test is over")
+            worker.links.leave("the test is over", LeaveCause.SHUTDOWN)
             worker.inbox.close()
             gateway.close()
 

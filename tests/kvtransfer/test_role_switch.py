@@ -6,7 +6,7 @@ import pytest
 
 from kvtransfer.control import FromGateway
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import EndReason, Role, SwitchRole
+from kvtransfer.messages import EndReason, LeaveCause, Role, SwitchRole
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 from kvtransfer.worker import StopRequested
 from tests.kvtransfer.test_worker import Process, end_of, request
@@ -26,6 +26,7 @@ def test_an_idle_worker_switches_at_once():
     process = switchable()
     assert process.run(process.post(order())) == 0
     assert process.links.left == ["switching to prefill"]
+    assert process.links.causes == [LeaveCause.ROLE_SWITCH]
     assert process.worker.next_role is Role.PREFILL
     assert process.role.calls == ["start", "stop"]
 
@@ -87,6 +88,7 @@ def test_a_signal_amid_a_switch_makes_it_a_shutdown():
     assert time.monotonic() - before < 5.0
     assert (code, process.worker.next_role) == (0, None)
     assert process.links.left == ["shutting down"]
+    assert process.links.causes == [LeaveCause.SHUTDOWN]
 
 
 def test_a_signal_while_blocks_are_waited_for_is_heard():

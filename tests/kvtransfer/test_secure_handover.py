@@ -10,7 +10,7 @@ from kvtransfer.curve import CurveKeys
 from kvtransfer.errors import SettingsError
 from kvtransfer.incoming import ReceptionOutcome
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import Heartbeat, Hello
+from kvtransfer.messages import Heartbeat, Hello, LeaveCause
 from kvtransfer.outgoing import TransferOutcome
 from tests.kvtransfer.control_world import HELLO, OUTPUT, Gateway, World, in_loop
 from tests.kvtransfer.fake_pools import DecodeSide, PrefillSide, wait_until
@@ -83,7 +83,7 @@ async def test_a_worker_registers_and_speaks_with_keys(keys):
         worker.links.send(gateway.endpoint, [OUTPUT])
         await gateway.hear(Heartbeat)
     finally:
-        worker.links.leave("the test is over")
+        worker.links.leave("the test is over", LeaveCause.SHUTDOWN)
         worker.inbox.close()
         gateway.close()
 
@@ -97,7 +97,7 @@ async def test_a_worker_with_the_wrong_key_is_not_heard_and_keeps_trying(keys, o
         assert worker.links.is_alive()
         assert worker.told_nothing_more()
     finally:
-        worker.links.leave("the test is over")
+        worker.links.leave("the test is over", LeaveCause.SHUTDOWN)
         worker.inbox.close()
         gateway.close()
     assert caplog.text.count("can't be connected to, trying on") == 1

@@ -12,7 +12,7 @@ import pytest
 from kvtransfer.control import AllGatewaysRefused, FromGateway, GatewayLost
 from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import Cancel, EndReason, Load, PrefillRequest, RequestEnd, RequestOutput
+from kvtransfer.messages import Cancel, EndReason, LeaveCause, Load, PrefillRequest, RequestEnd, RequestOutput
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 from kvtransfer.worker import LOAD_INTERVAL_S, StopRequested, Worker
 from tests.kvtransfer.fake_role import FakeLinks, FakeRole
@@ -61,6 +61,7 @@ def test_an_idle_worker_stops_at_once_and_well():
     process = Process()
     assert process.run(process.post(StopRequested())) == 0
     assert process.links.left == ["shutting down"]
+    assert process.links.causes == [LeaveCause.SHUTDOWN]
     assert process.links.started == 1
     assert process.role.calls == ["start", "stop"]
 
@@ -98,6 +99,7 @@ def test_draining_has_a_deadline():
     assert process.run(process.post(request("stuck")), process.post(StopRequested())) == 0
     assert time.monotonic() - before < 5.0
     assert process.links.left == ["shutting down"]
+    assert process.links.causes == [LeaveCause.SHUTDOWN]
 
 
 def test_a_second_signal_stops_at_once():
@@ -113,6 +115,7 @@ def test_a_refusal_by_all_is_an_exit_code():
     process = Process()
     assert process.run(process.post(request("held")), process.post(AllGatewaysRefused())) == 1
     assert process.links.left == ["failed"]
+    assert process.links.causes == [LeaveCause.FAILURE]
     assert process.role.calls[-1] == "stop"
 
 
@@ -121,6 +124,7 @@ def test_a_dead_thread_is_an_exit_code(what, caplog):
     process = Process()
     assert process.run(lambda: setattr(getattr(process, what), "alive", False)) == 1
     assert process.links.left == ["failed"]
+    assert process.links.causes == [LeaveCause.FAILURE]
     assert "a thread of this worker has died" in caplog.text
 
 
@@ -132,6 +136,7 @@ def test_a_failed_engine_is_an_exit_code_and_leaves_properly(caplog):
 
     assert process.run(fail) == 1
     assert process.links.left == ["failed"]
+    assert process.links.causes == [LeaveCause.FAILURE]
     assert process.role.calls == ["start", "stop"]
     assert "out of memory" in caplog.text
 
