@@ -127,8 +127,12 @@ def _health(argv: Sequence[str]) -> int:
 
 
 def _flags(argv: Sequence[str]) -> int:
+    from launcher.flags import USAGE as FLAGS_USAGE
     from launcher.flags import markdown_table
 
+    if {"--help", "-h"} & set(argv):
+        print(FLAGS_USAGE, end="")
+        return 0
     if argv:
         print("kvsplice flags: error: takes no arguments", file=sys.stderr)
         return 2

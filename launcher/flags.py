@@ -10,6 +10,11 @@ from launcher.generate_config import GenerateConfig
 from launcher.worker_config import WorkerConfig
 from prefill.config import PrefillConfig
 
+USAGE: Final = """\
+usage: kvsplice flags
+
+Prints the flags of all commands as a table (Markdown): which command has it, its default and its meaning.
+"""
 COMMANDS: Final[tuple[tuple[str, type[Settings]], ...]] = (
     ("serve", ServeConfig),
     ("gateway", GatewayConfig),

@@ -96,6 +96,17 @@ def test_flags_takes_no_arguments(capsys):
     assert main(["flags", "x"]) == 2
 
 
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_every_command_explains_itself(flag, capsys):
+    for command in COMMANDS:
+        try:
+            code = main([command, flag])
+        except SystemExit as ended:
+            code = ended.code
+        assert code == 0, command
+        assert f"usage: kvsplice {command}" in capsys.readouterr().out
+
+
 def test_the_command_line_imports_neither_torch_nor_transformers():
     script = "import sys, launcher.cli, launcher.serve; print({'torch', 'transformers'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
