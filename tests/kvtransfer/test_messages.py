@@ -35,6 +35,7 @@ HAVE_DEFAULTS = {
     ("Hello", "can_switch"),
     ("Hello", "eos_token_ids"),
     ("Heartbeat", "draining"),
+    ("Goodbye", "cause"),
     *((kind, name) for kind in ("PrefillRequest", "DecodeRequest") for name in ("sequence", "siblings")),
     ("Cancel", "sequence"),
     ("ResetPrefixCache", "sequence"),
