@@ -7,6 +7,7 @@ EngineError
 ├── UsageError          a call that the state of an offline LLM does not allow: it is closed, or generating already
 ├── OutOfBlocksError    an allocation did not fit (a scheduler's own matter; never reaches a client)
 └── RejectedError       a request that this worker can never serve; `str(error)` is safe to show the client
+    └── ArgumentTypeError   (a TypeError too) a program has given an LLM something of a wrong Python type
 """
 
 
@@ -36,3 +37,7 @@ class UsageError(EngineError):
 
 class RejectedError(EngineError):
     """The request can never be served here; the message is for the client."""
+
+
+class ArgumentTypeError(RejectedError, TypeError):
+    """An argument is of a Python type that the call does not take; the message names both."""

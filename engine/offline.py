@@ -30,11 +30,11 @@ from tqdm import tqdm
 from engine.assembly import Engine, assemble
 from engine.config import DEFAULT_MODEL
 from engine.deferred_interrupt import interrupt_deferred
-from engine.errors import RejectedError, UsageError
+from engine.errors import ArgumentTypeError, RejectedError, UsageError
 from engine.local_role import LocalRole
 from engine.local_scheduler import LocalLimits, LocalScheduler
 from engine.offline_config import OfflineConfig
-from engine.offline_jobs import Job, JobMaker, Prompt
+from engine.offline_jobs import Job, JobMaker, Prompt, type_name
 from engine.offline_output import CompletionOutput, RequestOutput
 from engine.offline_run import OfflineRun
 from engine.offline_sampling import SamplingParams
@@ -68,6 +68,8 @@ class LLM:
 
         Raises SettingsError, EngineError subclasses, and TypeError for settings that there are not.
         """
+        if not isinstance(model, str | Path):
+            raise ArgumentTypeError(f"model: must be a name or a folder, not {type_name(model)}")
         self.config = OfflineConfig(model=str(model), default_seed=seed, **settings)
         folder = resolve_model(self.config.model)
         self._tokenizer = OfflineTokenizer.load(folder)
@@ -92,7 +94,8 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """The continuations of one prompt or of many, in the order of `prompts`. `sampling_params`: one for all, or one
-        a prompt. Raises RejectedError, naming the prompt, before anything is computed."""
+        a prompt. Raises RejectedError, naming the prompt, before anything is computed; ArgumentTypeError, which is one
+        and a TypeError, for what is none of these."""
         return self._run_all(_all_jobs(_prompts(prompts), sampling_params, self._jobs.of_prompt), use_tqdm)
 
     def chat(
@@ -120,7 +123,7 @@ class LLM:
             raise UsageError("this LLM is generating; end that first")
         self._is_busy = True
         try:
-            yield from OfflineRun(role, jobs, AHEAD * self.config.max_num_seqs, self._tokenizer.decode)
+            yield from OfflineRun(role, map(_as_job, jobs), AHEAD * self.config.max_num_seqs, self._tokenizer.decode)
         finally:
             with interrupt_deferred():
                 role.end_all()
@@ -161,6 +164,12 @@ class LLM:
         return [results[number] for number in range(len(jobs))]
 
 
+def _as_job(given: Any) -> Job:
+    if not isinstance(given, Job):
+        raise ArgumentTypeError(f"jobs: must be such as LLM.jobs makes, not {type_name(given)}")
+    return given
+
+
 def _all_jobs(
     prompts: Sequence[_T],
     params: SamplingParams | Sequence[SamplingParams] | None,
@@ -169,6 +178,8 @@ def _all_jobs(
     """A job a prompt. Raises RejectedError, which names the prompt if there are several."""
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(prompts)
+    if not _is_list(params):
+        raise ArgumentTypeError(f"sampling_params: must be SamplingParams, or a list of them, not {type_name(params)}")
     if len(params) != len(prompts):
         raise RejectedError(f"{len(prompts)} prompts, but {len(params)} sampling params")
     jobs = []
@@ -176,19 +187,34 @@ def _all_jobs(
         try:
             jobs.append(make(prompt, own))
         except RejectedError as error:
-            raise RejectedError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+            raise type(error)(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
     return jobs
 
 
 def _prompts(given: Any) -> Sequence[Prompt]:
     """One prompt, as text or token ids, as a list of one."""
-    is_one = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int))
-    return [given] if is_one else given
+    if hasattr(given, "tolist"):  # an array or a tensor
+        given = given.tolist()
+    if isinstance(given, str):
+        return [given]
+    if not _is_list(given):
+        raise ArgumentTypeError(
+            f"prompts: must be text, a list of token ids, or a list of these, not {type_name(given)}"
+        )
+    return [given] if len(given) > 0 and isinstance(given[0], int) else given
 
 
 def _chats(given: Any) -> Sequence[Sequence[Message]]:
     """One chat as a list of one."""
+    if not _is_list(given):
+        raise ArgumentTypeError(
+            f"messages: must be a chat, which is a list, or a list of chats, not {type_name(given)}"
+        )
     return [given] if len(given) > 0 and isinstance(given[0], Mapping) else given
+
+
+def _is_list(given: Any) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
 
 
 def _load(config: OfflineConfig, folder: Path) -> _Loaded:

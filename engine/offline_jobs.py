@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import RejectedError
+from engine.errors import ArgumentTypeError, RejectedError
 from engine.offline_sampling import SamplingParams
 from engine.offline_tokenizer import Message, OfflineTokenizer
 from kvtransfer.messages import MAX_PROMPT_TOKENS, MAX_TOKEN_ID, RequestSpec
@@ -55,6 +55,8 @@ class JobMaker:
         return self._job(text, self._tokenizer.encode(text, add_special_tokens=False), params)
 
     def _job(self, prompt: str | None, token_ids: Sequence[int], params: SamplingParams) -> Job:
+        if not isinstance(params, SamplingParams):
+            raise ArgumentTypeError(f"sampling_params: must be SamplingParams, not {type_name(params)}")
         if not token_ids:
             raise RejectedError("prompt: has no tokens")
         sampling = params.for_prompt(len(token_ids), self._max_model_len, self._default_seed)
@@ -63,13 +65,18 @@ class JobMaker:
         return Job(prompt, params, spec)
 
 
+def type_name(given: Any) -> str:
+    """As errors name the type of what a program has given."""
+    return type(given).__name__
+
+
 def _checked_ids(prompt: Any) -> list[int]:
     if hasattr(prompt, "tolist"):  # an array or a tensor
         prompt = prompt.tolist()
     try:
         token_ids = msgspec.convert(prompt, list[int], strict=True)
     except msgspec.ValidationError:
-        raise RejectedError("prompt: must be text or a list of token ids") from None
+        raise ArgumentTypeError("prompt: must be text or a list of token ids") from None
     if len(token_ids) > MAX_PROMPT_TOKENS or any(not 0 <= token_id <= MAX_TOKEN_ID for token_id in token_ids):
         raise RejectedError(f"prompt: at most {MAX_PROMPT_TOKENS} token ids, each from 0 to {MAX_TOKEN_ID}")
     return token_ids

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from engine.errors import RejectedError, UsageError
+from engine.errors import ArgumentTypeError, RejectedError, UsageError
 from engine.offline import AHEAD, LLM, SamplingParams
 from kvtransfer import messages
 from kvtransfer.errors import SettingsError
@@ -251,6 +251,47 @@ def test_what_can_never_be_done_is_told_before_anything_is_computed(llm, monkeyp
     monkeypatch.setattr(llm._open.role, "_compute", lambda rows: pytest.fail("something was computed"))
     with pytest.raises(RejectedError, match=says):
         generate(llm, prompts, params)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "says"),
+    [
+        (5, None, "prompts: must be .* not int"),
+        (None, None, "prompts: must be .* not NoneType"),
+        ({"prompt": "a"}, None, "prompts: must be .* not dict"),
+        (b"a", None, "prompts: must be .* not bytes"),
+        ((text for text in "ab"), None, "prompts: must be .* not generator"),
+        ([{"prompt": "a"}], None, "prompt: must be text or a list of token ids"),
+        (["a", 5], None, "prompt 1: prompt: must be text"),
+        ("a", {"temperature": 0}, "sampling_params: must be .* not dict"),
+        ("a", 0.5, "sampling_params: must be .* not float"),
+        (["a", "b"], [GREEDY, None], "prompt 1: sampling_params: must be SamplingParams, not NoneType"),
+        ("a", ["GREEDY"], "sampling_params: must be SamplingParams, not str"),
+    ],
+)
+def test_arguments_of_wrong_types_are_told_before_anything_is_computed(llm, monkeypatch, prompts, params, says):
+    monkeypatch.setattr(llm._open.role, "_compute", lambda rows: pytest.fail("something was computed"))
+    with pytest.raises(ArgumentTypeError, match=says):
+        generate(llm, prompts, params)
+
+
+@pytest.mark.parametrize("value", ["hot", None, [1.0], object(), True])
+def test_a_parameter_of_a_wrong_type_names_itself(value):
+    with pytest.raises(RejectedError, match=r"^temperature: Expected float"):
+        SamplingParams(temperature=value)
+
+
+@pytest.mark.parametrize("chat", [5, None, "hello", {"role": "user", "content": "a"}])
+def test_what_is_no_list_of_messages_is_told_so(llm, chat):
+    with pytest.raises(ArgumentTypeError, match=f"messages: must be a chat.* not {type(chat).__name__}"):
+        llm.chat(chat, use_tqdm=False)
+
+
+def test_jobs_and_models_of_wrong_types(llm):
+    with pytest.raises(ArgumentTypeError, match=r"jobs: must be .* not str"):
+        list(llm.generate_each(["a"]))
+    with pytest.raises(ArgumentTypeError, match="not int"):
+        LLM(5)
 
 
 @pytest.mark.parametrize(
