@@ -77,6 +77,11 @@ def load_weights(model: CausalLm, model_path: Path) -> Loaded:
     return Loaded(_combined_digest(digests), scales.scales(model.embedding.device))
 
 
+def weights_digest(model_path: Path) -> str:
+    """Of a checkpoint that nobody loads: over each tensor's name, shape, dtype and some pages. Raises ModelError."""
+    return _combined_digest({name: _tensor_digest(tensor) for name, tensor in _stream(model_path)})
+
+
 def checkpoint_dtype(model_path: Path) -> torch.dtype:
     """The dtype that most of the checkpoint's tensors have, weighed by size. Raises ModelError."""
     sizes: dict[torch.dtype, int] = {}

@@ -3,7 +3,7 @@
 SettingsError (kvtransfer.errors)   printed as one line, exit code 2
 ├── ModelUnavailableError           the model that a setting names cannot be had on this machine
 ├── LineError                       a line of the input of `kvsplice generate` is wrong; the message names it
-├── ChangedInputError               its output holds results of another input, or other settings
+├── ChangedInputError               its output holds results of another input, other settings, or another checkpoint
 ├── PortUnavailableError            the address that a setting names cannot be listened on
 └── RefusedByRoleError              a role says that its settings do not fit each other, the model or the machine
 LaunchError                         the processes did not start or did not stay; exit code 1
@@ -31,7 +31,7 @@ class ChangedInputError(SettingsError):
         """`number`: of a line with a result that does not fit."""
         super().__init__(
             f"--output has a result for line {number} that comes of another line, other sampling settings, or another "
-            "model: go on with what it was begun with, or name another file"
+            "model or state of it: go on with what it was begun with, or name another file"
         )
 
 

@@ -24,22 +24,25 @@ from kvtransfer.settings import options
 from launcher.errors import ChangedInputError, LineError
 from launcher.generate_config import GenerateConfig
 from launcher.prompt_lines import LineDefaults, PromptLine, open_lines, read_lines
+from launcher.result_digest import ResultDigests
 from launcher.result_file import Result, ResultSink, Usage, open_results
 
-RESULTS_DEPEND_ON: Final = ("model", "dtype", "kv_cache_dtype", "max_model_len")
-"""Settings of the engine. The others change how fast results come, and in bfloat16 how near-ties are rounded."""
+RESULTS_DEPEND_ON: Final = ("dtype", "kv_cache_dtype", "max_model_len")
+"""Settings of the engine, beside the checkpoint. The others change how fast results come, and in bfloat16 how near-ties
+are rounded."""
 
 
 def generate(config: GenerateConfig) -> int:
     """Runs to the end of the input; returns the exit code. Raises SettingsError, EngineError, OSError."""
     defaults = defaults_of(config)
     with closing(open_lines(config.input)) as source, closing(open_results(config.output)) as results:
-        num_lines = check_lines(source, defaults, results)
+        digests = ResultDigests(config.model)
+        num_lines = check_lines(source, defaults, results, digests)
         if num_lines == len(results.done):
             _say(f"all {num_lines} lines are done")
             return 0
-        with LLM(**engine_settings(config)) as llm:
-            todo = Todo(source, defaults, results, llm)
+        with LLM(**engine_settings(config, digests.folder)) as llm:
+            todo = Todo(source, defaults, results, digests, llm)
             todo.check_all()
             todo.run(num_lines, config.progress)
     _say(f"{num_lines} lines done, {num_lines - todo.num_before} of them now")
@@ -47,18 +50,18 @@ def generate(config: GenerateConfig) -> int:
 
 
 def defaults_of(config: GenerateConfig) -> LineDefaults:
-    """What results depend on beside the lines."""
+    """What results depend on beside the lines and the model."""
     engine = {name: getattr(config, name) for name in RESULTS_DEPEND_ON}
-    return LineDefaults(config.sampling, config.base_seed, {**engine, "model": Path(config.model).name})
+    return LineDefaults(config.sampling, config.base_seed, engine)
 
 
-def engine_settings(config: GenerateConfig) -> dict[str, Any]:
-    """What an LLM takes; seeds come with the lines."""
-    names = {option.name for option in options(OfflineConfig)} - {"default_seed"}
-    return {name: getattr(config, name) for name in names}
+def engine_settings(config: GenerateConfig, folder: Path) -> dict[str, Any]:
+    """What an LLM takes, of the checkpoint in `folder`; seeds come with the lines."""
+    names = {option.name for option in options(OfflineConfig)} - {"default_seed", "model"}
+    return {name: getattr(config, name) for name in names} | {"model": folder}
 
 
-def check_lines(source: IO[bytes], defaults: LineDefaults, results: ResultSink) -> int:
+def check_lines(source: IO[bytes], defaults: LineDefaults, results: ResultSink, digests: ResultDigests) -> int:
     """The number of prompts. Raises LineError, and ChangedInputError if results are there that this input, these
     settings and this model would not give."""
     num_lines, num_done = 0, 0
@@ -67,7 +70,7 @@ def check_lines(source: IO[bytes], defaults: LineDefaults, results: ResultSink) 
         digest = results.done.get(line.number)
         if digest is not None:
             num_done += 1
-            if digest != line.digest:
+            if digest != digests.of(line):
                 raise ChangedInputError(line.number)
     if num_done < len(results.done):
         raise ChangedInputError(max(results.done))
@@ -77,11 +80,14 @@ def check_lines(source: IO[bytes], defaults: LineDefaults, results: ResultSink) 
 class Todo:
     """The lines without a result, and the LLM that makes these."""
 
-    def __init__(self, source: IO[bytes], defaults: LineDefaults, results: ResultSink, llm: LLM) -> None:
+    def __init__(
+        self, source: IO[bytes], defaults: LineDefaults, results: ResultSink, digests: ResultDigests, llm: LLM
+    ) -> None:
         self.num_before = len(results.done)
         self._source = source
         self._defaults = defaults
         self._results = results
+        self._digests = digests
         self._llm = llm
         self._begun: dict[int, PromptLine] = {}  # by the number of their job, until their results are written
 
@@ -95,7 +101,8 @@ class Todo:
         bar = tqdm(total=num_lines, initial=self.num_before, desc="Generating", unit="line", disable=not progress)
         with bar, closing(self._llm.generate_each(self._jobs())) as ended:
             for number, output in ended:
-                self._results.write(result_of(self._begun.pop(number), output))
+                line = self._begun.pop(number)
+                self._results.write(result_of(line, output, self._digests.of(line)))
                 bar.update()
 
     def _lines(self) -> Iterator[PromptLine]:
@@ -116,10 +123,10 @@ class Todo:
             raise LineError(line.number, str(error)) from None
 
 
-def result_of(line: PromptLine, output: RequestOutput) -> Result:
+def result_of(line: PromptLine, output: RequestOutput, digest: str) -> Result:
     (choice,) = output.outputs
     usage = Usage(len(output.prompt_token_ids), len(choice.token_ids))
-    return Result(line.number, choice.text, choice.finish_reason, usage, line.digest, line.custom_id)
+    return Result(line.number, choice.text, choice.finish_reason, usage, digest, line.custom_id)
 
 
 def _say(text: str) -> None:

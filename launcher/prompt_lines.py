@@ -4,7 +4,8 @@
     {"messages": [{"role": "user", "content": "Hello"}], "custom_id": "greeting"}
 
 A line's seed comes from the run's seed and the line's number, so it is the same whatever has been computed before. Its
-digest covers all that decides about its result: whoever goes on with a half-done run notices what has changed.
+digest covers all that decides about its result but the model (`launcher/result_digest.py`): whoever goes on with a
+half-done run notices what has changed.
 """
 
 import hashlib
@@ -114,4 +115,4 @@ def _object_in(number: int, line: bytes) -> dict[str, Any]:
 
 def _digest(parts: list[Any]) -> str:
     encoded = msgspec.json.encode(parts, order="deterministic")
-    return hashlib.blake2b(encoded, digest_size=8, person=b"kvsplice result").hexdigest()
+    return hashlib.blake2b(encoded, digest_size=8, person=b"kvsplice prompt").hexdigest()

@@ -1,11 +1,13 @@
 """`kvsplice generate` as a process: results, what stops it, and that a killed run is gone on with."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.processes import REPOSITORY, clean_environment, wait_until
 from tests.tiny_models import save_tiny_model
@@ -140,7 +142,6 @@ def test_when_all_is_done_no_model_is_loaded(folder, undisturbed):
         (MANY, ("--seed", "1")),
         (MANY, ("--temperature", "0.5")),
         (MANY, ("--max-model-len", "512")),
-        (MANY, ("--model", "/models/of-another-name")),
     ],
 )
 def test_results_of_something_else_are_noticed(folder, undisturbed, tmp_path, lines, flags):
@@ -151,6 +152,50 @@ def test_results_of_something_else_are_noticed(folder, undisturbed, tmp_path, li
     assert code == 2
     assert "other sampling settings, or another model" in err
     assert output.read_bytes() == before
+
+
+def changed_weight(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def changed_text(name, before, after):
+    def change(folder):
+        text = (folder / name).read_text()
+        assert before in text
+        (folder / name).write_text(text.replace(before, after, 1))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        changed_weight,
+        changed_text("config.json", "{", '{"rope_theta": 7.0,'),
+        changed_text("tokenizer.json", "{", "{ "),
+    ],
+    ids=["weight", "config", "tokenizer"],
+)
+def test_a_checkpoint_that_has_changed_under_its_name_is_noticed(folder, undisturbed, tmp_path, change):
+    source, output = undisturbed
+    before = output.read_bytes()
+    same, changed = (shutil.copytree(folder, tmp_path / place / folder.name) for place in ("same", "changed"))
+    change(changed)
+    flags = ("--input", source, "--output", output, *ALONE)
+    code, _, err = run(changed, *flags)
+    assert code == 2
+    assert "another model or state of it" in err
+    code, _, err = run(same, *flags)
+    assert (code, output.read_bytes()) == (0, before), err
+
+
+def test_lines_are_checked_before_a_model_is_looked_for(tmp_path):
+    source = write_prompts(tmp_path / "in", [{"prompt": "a"}, {"prompts": "b"}])
+    code, _, err = run("/models/nowhere", "--input", source, "--output", tmp_path / "out")
+    assert code == 2
+    assert "line 2 of the input" in err
 
 
 @pytest.mark.parametrize(
