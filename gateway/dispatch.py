@@ -38,6 +38,7 @@ from gateway.observer import Audience, DispatchObserver, KvHandover
 from gateway.placement import Placement
 from gateway.stream import TokenStream
 from gateway.worker import Worker
+from gateway.worker_lines import WorkerLines
 from kvtransfer.complaints import Complaints
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.link_name import worker_of
@@ -103,6 +104,7 @@ class Dispatcher(Backend):
         self._control: ControlLink | None = None
         self._has_reset = False
         self._complaints = Complaints()
+        self._lines = WorkerLines()
         self._audience = Audience(observer)
         self._flights = Flights(self._send, self._audience, clock)
         self._placement = Placement(cluster, self._flights, settings.modes, self._drop, clock)
@@ -239,6 +241,7 @@ class Dispatcher(Backend):
         for worker_id in tick.beat_to:
             self._send(worker_id, self._cluster.beat_to(worker_id))
         self._flights.on_tick(now)
+        self._lines.on_tick(now)
         self._placement.place_waiting()
 
     def _on_message(self, sender: str, message: WorkerToGateway | MessageError) -> None:
@@ -246,7 +249,8 @@ class Dispatcher(Backend):
         try:
             self._handle(sender, message)
         except Exception:
-            logger.exception("worker %r: its message could not be handled", sender)
+            if self._lines.may_say(worker_of(sender), self._clock()):
+                logger.exception("worker %r: its message could not be handled", sender)
             if departure := self._cluster.drop_sender(sender, "its message could not be handled"):
                 self._on_departure(departure)
         self._placement.place_waiting()
@@ -275,7 +279,8 @@ class Dispatcher(Backend):
         """On the connection that was spoken on, whoever is live under that worker id."""
         worker_id = worker_of(sender)
         if isinstance(reply, Refused) and self._complaints.is_news(worker_id, reply.reason, self._clock()):
-            logger.warning("worker %r is refused: %s", worker_id, reply.reason)
+            line = f"worker {worker_id!r} is refused: {reply.reason}"
+            self._lines.say(logging.WARNING, worker_id, line, self._clock())
         if self._control is not None:
             self._control.send(sender, reply)
 
@@ -289,7 +294,7 @@ class Dispatcher(Backend):
         self._on_worker_change(departure.worker, f"is gone: {departure.reason}")
 
     def _on_worker_change(self, worker: Worker, what: str, level: int = logging.WARNING) -> None:
-        logger.log(level, "%s worker %s %s", worker.role.value, worker.worker_id, what)
+        self._lines.say(level, worker.worker_id, f"{worker.role.value} worker {worker.worker_id} {what}", self._clock())
 
     def _send(self, worker_id: str, message: GatewayToWorker) -> bool:
         """Numbers what a live worker must not miss; one that isn't live gets none of it."""

@@ -24,10 +24,17 @@ class _Period:
 
 
 class LineBudget(Generic[Kind]):
-    """NUM_LINES of a kind in a period of PERIOD_S. Kinds are from a closed set: none is forgotten within its period."""
+    """NUM_LINES of a kind in a period of PERIOD_S. Kinds are from a closed set, or whoever asks bounds how many have a
+    period: none is forgotten within it."""
 
     def __init__(self) -> None:
         self._periods: dict[Kind, _Period] = {}
+
+    def __len__(self) -> int:
+        return len(self._periods)
+
+    def __contains__(self, kind: Kind) -> bool:
+        return kind in self._periods
 
     def may_say(self, kind: Kind, now: float) -> bool:
         """Whether to log a line of this kind now; True is taken as a promise to do so. `take_unsaid` ends periods."""

@@ -4,9 +4,10 @@ import logging
 
 from gateway.backend import OverloadedError, RequestFailedError
 from gateway.dispatch import DispatchSettings
+from gateway.worker_lines import MAX_LOGGED_CHARS, MAX_WORKERS
 from kvtransfer.line_budget import NUM_LINES, PERIOD_S
-from kvtransfer.messages import EndReason, Goodbye
-from tests.gateway.cluster_world import world
+from kvtransfer.messages import EndReason, Goodbye, LeaveCause
+from tests.gateway.cluster_world import hello, world
 from tests.gateway.test_dispatch import BOTH, in_loop, started
 
 ALIVE = dict.fromkeys(BOTH, "g1")
@@ -80,3 +81,68 @@ async def test_a_workers_long_words_are_cut(caplog):
         await it.say("decode-0", spec, 0, end=EndReason.REJECTED, message="x" * 2000)
         (line,) = lines_of(caplog)
         assert 400 < len(line) < 500
+
+
+# --- workers that come and go ---
+
+
+async def come_and_go(it, worker_id, number) -> None:
+    generation = f"g{number}"
+    await it.hear(worker_id, hello(worker_id, generation))
+    await it.hear(worker_id, Goodbye(generation, "bye", LeaveCause.SHUTDOWN))
+
+
+@in_loop
+async def test_a_worker_that_comes_and_goes_is_a_few_lines_and_hides_no_other(caplog):
+    caplog.set_level(logging.INFO)
+    async with world(*BOTH) as it:
+        caplog.clear()
+        for number in range(100):
+            await come_and_go(it, "decode-9", number)
+        assert len(caplog.messages) == NUM_LINES
+        assert caplog.messages[:2] == ["decode worker decode-9 joined", "decode worker decode-9 is gone: left: bye"]
+        await it.hear("prefill-0", Goodbye("g1", "bye", LeaveCause.SHUTDOWN))
+        assert caplog.messages[NUM_LINES:] == ["prefill worker prefill-0 is gone: left: bye"]
+        await it.pass_time(PERIOD_S, {"decode-0": "g1"})
+        assert caplog.messages[NUM_LINES + 1 :] == [f"worker 'decode-9': {200 - NUM_LINES} more lines about it"]
+
+
+@in_loop
+async def test_a_worker_that_is_refused_again_and_again_between_its_joins_is_a_few_lines(caplog):
+    caplog.set_level(logging.INFO)
+    async with world(*BOTH) as it:
+        for number in range(50):
+            await come_and_go(it, "decode-9", number)
+            await it.hear("decode-9", hello("decode-9", f"h{number}", protocol=1))
+        assert len([line for line in caplog.messages if "decode-9" in line]) == NUM_LINES
+
+
+@in_loop
+async def test_workers_of_ever_new_ids_have_a_ceiling_together(caplog):
+    caplog.set_level(logging.INFO)
+    async with world(*BOTH) as it:
+        caplog.clear()
+        for number in range(500):
+            await come_and_go(it, f"decode-{number + 1}", 1)
+        assert len(caplog.messages) <= 2 * MAX_WORKERS + NUM_LINES
+        await it.pass_time(PERIOD_S, dict.fromkeys(BOTH, "g1"))
+        assert caplog.messages[-1].startswith("worker '(others)': ")
+        await come_and_go(it, "decode-1000", 1)
+        assert caplog.messages[-1] == "decode worker decode-1000 is gone: left: bye", "a new period, with room for all"
+
+
+@in_loop
+async def test_messages_that_trip_a_bug_are_a_few_traces(caplog, monkeypatch):
+    async with world(*BOTH) as it:
+        monkeypatch.setattr(it.cluster, "receive", lambda *_: 1 / 0)
+        for _ in range(100):
+            await it.hear("stranger", Goodbye("g1", "bye"))
+        assert len(caplog.records) == NUM_LINES
+        assert all(record.exc_info for record in caplog.records)
+
+
+@in_loop
+async def test_a_leaving_workers_long_words_are_cut(caplog):
+    async with world(*BOTH) as it:
+        await it.hear("decode-0", Goodbye("g1", "x" * 2000))
+        assert len(caplog.messages[-1]) == MAX_LOGGED_CHARS
