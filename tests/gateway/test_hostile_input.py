@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gateway.field_rules import CHAT_RULES, COMPLETION_RULES, DETOKENIZE_RULES, TOKENIZE_RULES
 from gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from tests.gateway.http_world import NUM_IDS, make_world
+from tests.gateway.http_world import NUM_IDS, ids_of, make_world
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 JSON = {"content-type": "application/json"}
@@ -301,3 +301,12 @@ def test_anything_gets_an_answer(path, fields, with_prompt):
 @given(st.sampled_from(PATHS), st.binary(max_size=50))
 def test_any_bytes_get_an_answer(path, body):
     assert post_raw(path, body).status_code == 400
+
+
+def test_of_a_field_that_comes_twice_the_last_one_counts():
+    world = make_world()
+    body = b'{"prompt": "a", "max_tokens": "none", "max_tokens": 3, "prompt": "hello"}'
+    response = world.ask("POST", "/v1/completions", content=body, headers=JSON)
+    assert response.status_code == 200, response.text
+    prompt, sampling = world.backend.calls[-1][:2]
+    assert (prompt, sampling.max_tokens) == (ids_of("hello"), 3)
