@@ -44,6 +44,7 @@ def source_of(grammar: Grammar) -> str:
             return _json_source(text)
         case GrammarKind.REGEX:
             _check_length("the expression", text)
+            _check_end(text)
             return LLMatcher.grammar_from_regex(text)
         case GrammarKind.CHOICE:
             return LLMatcher.grammar_from_regex("|".join(f"(?:{re.escape(choice)})" for choice in _choices(text)))
@@ -91,6 +92,13 @@ def _choices(text: str) -> list[str]:
 def _check_length(what: str, text: str) -> None:
     if len(text) > MAX_LITERAL_CHARS:
         raise GrammarError(f"{what} has {len(text)} characters, at most {MAX_LITERAL_CHARS} are allowed")
+
+
+def _check_end(expression: str) -> None:
+    """A backslash that escapes nothing is an error, which the library does not see: it leaves it out."""
+    num_backslashes = len(expression) - len(expression.rstrip("\\"))
+    if num_backslashes % 2:
+        raise GrammarError("the expression ends with a backslash that escapes nothing")
 
 
 def _encodable(text: str) -> str:

@@ -23,6 +23,8 @@ BAD = {
     "deep": (JSON, '{"type":"array","items":' * 500 + "{}" + "}" * 500),
     "half a surrogate": (JSON, '{"const": "\\ud800"}'),
     "unclosed": (REGEX, "(a"),
+    "open escape": (REGEX, "a\\"),
+    "three backslashes": (REGEX, "\\" * 3),
     "lookahead": (REGEX, "(?=a)b"),
     "reference": (REGEX, r"(a)\1"),
     "nothing": (REGEX, r"[^\x00-\x{10FFFF}]"),
@@ -52,6 +54,7 @@ GOOD = {
         ("{}", '{"a":"1"}', '{"a":1,"b":2}', '{   "a":1}', "[1]", '{"a":1} '),
     ),
     (REGEX, r"^[a-c]{2,3}$"): (("ab", "abc"), ("a", "abcd", "xab", "")),
+    (REGEX, r"a/b\\"): (("a/b\\",), ("a/b", "a/b/", "a/b\\\\")),
     (CHOICE, '["yes", "no way", "é😀", "a\\"b\\\\", "x\\ny", "(", "$^"]'): (
         ("yes", "no way", "é😀", 'a"b\\', "x\ny", "(", "$^"),
         ("ye", "no", "yes ", "no way!"),
