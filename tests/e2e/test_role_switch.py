@@ -289,7 +289,7 @@ def test_nothing_is_left_behind_by_many_switches(fresh):
 
 @pytest.fixture
 def two_of_decode(tiny_model, tmp_path):
-    with switchable(tiny_model, tmp_path, roles=(DECODE, DECODE), worker=("--shutdown-timeout-s", "1")) as made:
+    with switchable(tiny_model, tmp_path, roles=(DECODE, DECODE), worker=("--shutdown-timeout-s", "0.2")) as made:
         yield made
 
 
