@@ -12,9 +12,11 @@ from typing import Protocol
 from kvtransfer.checksum import is_intact
 from kvtransfer.errors import LossError
 from kvtransfer.kv_messages import DecodeToPrefill, KvCredit, KvFirstToken, KvHeader, KvOffer
-from kvtransfer.layout import KvBody, check_header
+from kvtransfer.layout import KvBody, check_header, head_bytes
 from kvtransfer.messages import KvLayout, RequestKey
 from kvtransfer.stream import MAX_RESENDS_IN_VAIN, IncomingStream, Verdict
+
+CREDITS_A_WINDOW = 4
 
 
 class KvSink(Protocol):
@@ -40,14 +42,14 @@ class IntakeCounts:
 
 
 class FrameIntake:
-    """Takes frames for a pool of `layout`. `credit_bytes`: how much is settled between two credits."""
+    """Takes frames for a pool of `layout`. `window_bytes`: how much the sender may have on its way uncredited."""
 
     def __init__(
-        self, layout: KvLayout, sink: KvSink, credit_bytes: int, send: Callable[[bytes, DecodeToPrefill], bool]
+        self, layout: KvLayout, sink: KvSink, window_bytes: int, send: Callable[[bytes, DecodeToPrefill], bool]
     ) -> None:
         self._layout = layout
         self._sink = sink
-        self._credit_bytes = credit_bytes
+        self._window_bytes = window_bytes
         self._send = send
         self.counts = IntakeCounts()
 
@@ -62,8 +64,16 @@ class FrameIntake:
             # As good as lost: nothing that its header says is to be believed, so the gap that it leaves has to show.
             self.counts.num_corrupt += 1
             stream.settle(0, num_bytes)
-        if stream.uncredited_bytes >= self._credit_bytes or stream.has_all_kv:
+        if self._is_credit_due(stream):
             self.credit(stream)
+
+    def _is_credit_due(self, stream: IncomingStream) -> bool:
+        """A quarter of the window is settled, and the sender may have to wait for it: not if all that is missing fits
+        beside what it believes to be on its way. A word that nobody waits for still wakes two threads."""
+        start, stop = stream.heads
+        missing = stream.num_missing * 2 * (stop - start) * head_bytes(self._layout, self._layout.dtype)
+        uncredited = stream.uncredited_bytes
+        return uncredited >= self._window_bytes // CREDITS_A_WINDOW and uncredited + missing > self._window_bytes
 
     def _take_intact(self, stream: IncomingStream, header: KvHeader, body: KvBody, verdict: Verdict) -> None:
         if verdict is Verdict.NEXT:
@@ -81,7 +91,7 @@ class FrameIntake:
         stream.siblings = message.siblings
         stream.settle(message.sent_bytes)
         self._ask_again(stream, stream.missing_layers(message.num_resends))
-        if stream.uncredited_bytes:
+        if stream.uncredited_bytes and not stream.has_all_kv:
             self.credit(stream)
 
     def on_repeated_offer(self, stream: IncomingStream, offer: KvOffer) -> None:

@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_LEASES = 8
 SWEEPS_A_LEASE = 4
-CREDITS_A_WINDOW = 4
 
 
 class ReceiveMachine:
@@ -67,7 +66,7 @@ class ReceiveMachine:
         self._limits = limits
         self._send = send
         self._report = report
-        self._intake = FrameIntake(self._layout, sink, limits.window_bytes // CREDITS_A_WINDOW, send)
+        self._intake = FrameIntake(self._layout, sink, limits.window_bytes, send)
         self._book = IncomingBook()
         self._ends = ReceptionEnds(self._book, sink, send, report)
         self._peers = PeerBook(identity)

@@ -59,8 +59,8 @@ class IncomingStream:
     first_logprob: TokenLogprob | None = None
     siblings: Mapping[str, Drawn] = field(default_factory=dict)
     num_resends: int = 0
+    num_missing: int = 0  # tokens, over all layers, once granted
     _layers: list[_Layer] = field(default_factory=list)
-    _num_missing: int = 0  # tokens, over all layers
 
     def grant(self, first_token: int) -> None:
         """Blocks are reserved, and the tokens before `first_token` are in the pool."""
@@ -68,7 +68,7 @@ class IncomingStream:
         assert 0 <= first_token <= self.num_tokens, (first_token, self.num_tokens)
         self.first_token = first_token
         self._layers = [_Layer(first_token) for _ in range(self.num_layers)]
-        self._num_missing = (self.num_tokens - first_token) * self.num_layers
+        self.num_missing = (self.num_tokens - first_token) * self.num_layers
 
     def judge(self, header: KvHeader) -> Verdict:
         """What to do with a frame of the pool's layout. Raises ProtocolError for one that no loss explains."""
@@ -101,7 +101,7 @@ class IncomingStream:
     def spliced(self, header: KvHeader) -> None:
         """The tokens of a frame judged NEXT are in the pool."""
         for layer in self._layers[header.layer : header.layer + header.num_layers]:
-            self._num_missing -= header.stop - layer.next
+            self.num_missing -= header.stop - layer.next
             layer.next, layer.waiting, layer.in_vain = header.stop, False, 0
 
     def settle(self, sent_bytes: int, num_bytes: int = 0) -> int:
@@ -139,4 +139,4 @@ class IncomingStream:
 
     @property
     def has_all_kv(self) -> bool:
-        return self.first_token is not None and self._num_missing == 0
+        return self.first_token is not None and self.num_missing == 0

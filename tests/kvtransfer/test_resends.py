@@ -8,6 +8,7 @@ import pytest
 from kvtransfer.checksum import checksum, is_intact
 from kvtransfer.frames import FrameOptions
 from kvtransfer.incoming import ReceptionOutcome
+from kvtransfer.intake import CREDITS_A_WINDOW
 from kvtransfer.kv_messages import KvCredit, KvFirstToken, KvHeader, KvHello, KvOffer, KvResend
 from kvtransfer.layout import KvBody
 from kvtransfer.messages import PROTOCOL_VERSION
@@ -189,7 +190,25 @@ def test_no_more_than_the_window_is_ever_on_its_way_and_all_bytes_are_settled(fa
     assert WINDOW // 2 < sender.outlet.most_kv_bytes <= WINDOW
     headers = [message for message in sender.outlet.sent if isinstance(message, KvHeader)]
     total = sum((header.stop - header.start) * 2 * TOKEN_BYTES for header in headers)
-    assert [word for word in world.said if isinstance(word, KvCredit)][-1].settled_bytes == total
+    assert total - WINDOW <= credits_of(world)[-1] < total
+
+
+def credits_of(world) -> list[int]:
+    return [word.settled_bytes for word in world.said if isinstance(word, KvCredit)]
+
+
+@pytest.mark.parametrize("num_windows", [1, 2, 5])
+def test_credits_are_said_as_long_as_the_sender_may_have_to_wait_for_them(num_windows):
+    """Not behind the last window: nobody is waiting for those."""
+    total = NUM_TOKENS * LAYOUT.num_layers * 2 * TOKEN_BYTES
+    world = transfer(no_fault, window=total // num_windows)
+    world.check_arrived(KEY)
+    said = credits_of(world)
+    if num_windows == 1:
+        assert said == []
+    else:
+        assert total - 2 * (total // num_windows) < said[-1] < total
+        assert len(said) <= CREDITS_A_WINDOW * (num_windows - 1)
 
 
 # --- words lost

@@ -175,7 +175,6 @@ def test_shards_on_real_sockets_are_done_together():
             assert isinstance(peer.hear(), KvGrant)
             for layer in (0, 1):
                 peer.send(*frame(peer.head, layer, 0))
-            peer.hear()
         peers[0].send(KvFirstToken(*KEY, 7))
         peers[1].send(KvFirstToken(*KEY, 7))
         assert [peer.hear() for peer in peers] == [KvDone(*KEY)] * 2
