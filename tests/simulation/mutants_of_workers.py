@@ -351,6 +351,13 @@ IN_DECODE = (
         "        self._take_intact(stream, header, body, stream.judge(header))\n",
     ),
     Mutation(
+        "credit-forgets-what-is-uncredited",
+        "no credit behind which less than a window is missing, whatever else is on its way",
+        "kvtransfer.intake:FrameIntake._is_credit_due",
+        "uncredited + missing > self._window_bytes",
+        "missing > self._window_bytes",
+    ),
+    Mutation(
         "credit-too-much",
         "one byte more is credited than has come",
         "kvtransfer.intake:FrameIntake.credit",
