@@ -37,7 +37,7 @@ from kernels.sampling import ONE, SamplingKernels, TorchSampling
 
 logger = logging.getLogger(__name__)
 
-NOTHING_LEFT: Final = "its grammar, allowed_token_ids, bad_words and min_tokens together leave no token"
+NOTHING_LEFT: Final = "what it asks for by a grammar, allowed_token_ids, bad_words or min_tokens leaves no token"
 _NEVER = float("-inf")
 _ROWS_AT_ONCE = 64
 """Rows that draw together: bounds the float64 and int64 temporaries (64 x 150,000 x 8 bytes = 77 MB each)."""

@@ -140,7 +140,8 @@ class Attempt:
         """What it means that a worker which is needed has gone."""
         lost = RetryReason.PREFILL_LOST if leg is self.prefill else RetryReason.DECODE_LOST
         reason = _PLANNED.get(cause, lost)
-        error = RequestFailedError(f"the {leg.role.value} worker of the request was lost")
+        what = "was lost" if reason is lost else "left"
+        error = RequestFailedError(f"the {leg.role.value} worker of the request {what}")
         return SetbackError(reason, error, [leg.ref])
 
     def requests(
@@ -193,7 +194,8 @@ class Attempt:
         error = RequestFailedError("a worker could not finish the request")
         if end.reason is EndReason.HANDED_OVER:  # to nobody: a worker that breaks the protocol would do so again
             return error
-        return SetbackError(RetryReason.FAILED, error, [leg.ref for leg in self.legs])
+        told = f"{leg.role.value} said {end.message!r}" if end.message else None
+        return SetbackError(RetryReason.FAILED, error, [leg.ref for leg in self.legs], told)
 
 
 def _target(decode: Worker) -> DecodeTarget:

@@ -64,4 +64,4 @@ def beam_rules(request: GenerationRequest, eos_token_ids: frozenset[int]) -> Bea
 
 
 def _refusal(field: str, more: str = "") -> InvalidFieldError:
-    return InvalidFieldError(f"{field}{more}: does not go with use_beam_search; leave it out", param=field)
+    return InvalidFieldError(f"{field}{more} can't be had with use_beam_search; leave it out", param=field)

@@ -36,10 +36,12 @@ class RetryReason(Enum):
 
 class SetbackError(Exception):
     """An attempt is over and its request may not be. `error` is what the client gets if it is. `suspects` are workers
-    that the next attempt had better not meet again."""
+    that the next attempt had better not meet again. Its text is for the log: the error's, and what a worker said."""
 
-    def __init__(self, reason: RetryReason, error: BackendError, suspects: Iterable[WorkerRef]) -> None:
-        super().__init__(str(error))
+    def __init__(
+        self, reason: RetryReason, error: BackendError, suspects: Iterable[WorkerRef], told: str | None = None
+    ) -> None:
+        super().__init__(str(error) if told is None else f"{error}: {told}")
         self.reason = reason
         self.error = error
         self.suspects = frozenset(suspects)

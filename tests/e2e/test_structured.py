@@ -122,7 +122,7 @@ def test_bad_words_and_allowed_token_ids(cluster):
 def test_rules_that_leave_nothing_are_an_error_and_the_pools_are_empty(cluster):
     response = post(cluster, guided_choice=["yes"], min_tokens=5, max_tokens=8)
     assert response.status_code == 400
-    assert "leave no token" in response.json()["error"]["message"]
+    assert "leaves no token" in response.json()["error"]["message"]
     ids = cluster.http.post("/tokenize", json={"prompt": " London"}).json()["tokens"]
     response = post(cluster, guided_choice=["yes"], allowed_token_ids=ids)
     assert response.status_code == 400

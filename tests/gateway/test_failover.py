@@ -87,18 +87,29 @@ async def test_a_lost_decode_worker_is_replaced_at_once_and_the_stream_goes_on()
 
 @in_loop
 @pytest.mark.parametrize(
-    ("cause", "reason"),
+    ("cause", "reason", "what"),
     [
-        (LeaveCause.FAILURE, RetryReason.DECODE_LOST),
-        (LeaveCause.SHUTDOWN, RetryReason.WORKER_STOPPED),
-        (LeaveCause.ROLE_SWITCH, RetryReason.ROLE_SWITCHED),
+        (LeaveCause.FAILURE, RetryReason.DECODE_LOST, "was lost"),
+        (LeaveCause.SHUTDOWN, RetryReason.WORKER_STOPPED, "left"),
+        (LeaveCause.ROLE_SWITCH, RetryReason.ROLE_SWITCHED, "left"),
     ],
 )
-async def test_who_leaves_as_an_operator_wants_it_is_not_counted_as_lost(cause, reason):
+async def test_who_leaves_as_an_operator_wants_it_is_not_called_lost(cause, reason, what, caplog):
     async with world("prefill-0", "decode-0", "decode-1") as it:
         await streaming(it, max_tokens=5)
         await it.hear("decode-0", Goodbye("g1", "bye", cause))
         assert it.recorder.retries == [reason]
+        assert f"has lost attempt 1: the decode worker of the request {what}" in caplog.text
+
+
+@in_loop
+async def test_what_a_failing_worker_says_is_for_the_log_alone(caplog):
+    async with world("prefill-0", "decode-0") as it:
+        client, spec = await started(it)
+        await it.say("decode-0", spec, 0, end=EndReason.FAILED, message="the KV did not arrive: silence")
+        assert "attempt 1: a worker could not finish the request: decode said 'the KV did not arrive" in caplog.text
+        await it.pass_time(100, {"prefill-0": "g1"})
+        assert "KV" not in str(client.error)
 
 
 @in_loop
