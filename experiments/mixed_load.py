@@ -7,8 +7,8 @@
 2. Streams alone.
 3. Streams, and a long prompt every few seconds.
 
-Before, between and behind these two, some long prompts on an idle system, one after another: in three turns, because
-machines drift.
+Before, between and behind these two, some long prompts on an idle system, one after another and as far apart as under
+load: in three turns, because machines drift.
 
 A token's time is the arrival of its chunk, TTFT that of the first chunk with content, counted from the call; n chunks
 have n - 1 gaps (ITL). All prompts are random words that no prompt before them had in that order.
@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stream-output", type=int, default=shape.stream_output, help="tokens of a stream")
     parser.add_argument("--long-tokens", type=int, default=shape.long_tokens)
     parser.add_argument("--long-every", type=float, default=shape.long_every, help="seconds")
-    parser.add_argument("--idle-prompts", type=int, default=5, help="at each of the three times")
+    parser.add_argument("--idle-prompts", type=int, default=4, help="at each of the three times")
     parser.add_argument("--json", type=Path, help="also write the results to this file, with ECDFs")
     return parser
 

@@ -1,8 +1,8 @@
 """The two kinds of load, and the phases that are made of them.
 
 Streams are a closed loop: each sends its next prompt when the last one is answered. Long prompts beside them are an
-open loop: one goes out every so many seconds, whether or not those before it are answered. On an idle system a long
-prompt follows the one before it.
+open loop: one goes out every so many seconds, whether or not those before it are answered. On an idle system they go
+out at the same distance, but one by one: a worker that has just computed one is warmer than one that has rested.
 """
 
 import asyncio
@@ -45,8 +45,14 @@ class Traffic:
         self._shape = shape
 
     async def idle(self, num_prompts: int) -> tuple[StreamRecord, ...]:
-        """Long prompts with nothing beside them."""
-        return tuple([await self._long_prompt(time.monotonic() + PATIENCE) for _ in range(num_prompts)])
+        """Long prompts with nothing beside them, each behind a rest."""
+        records: list[StreamRecord] = []
+        due = time.monotonic()
+        for _ in range(num_prompts):
+            due += self._shape.long_every
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            records.append(await self._long_prompt(time.monotonic() + PATIENCE))
+        return tuple(records)
 
     async def phase(self, seconds: float, *, with_long_prompts: bool) -> PhaseRecords:
         """Streams, with or without long prompts, until the window is over; then whatever still runs is cut."""

@@ -1,6 +1,7 @@
 """The load and its client against a server of the test's own making."""
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -109,6 +110,18 @@ def test_a_phase_keeps_its_streams_busy_and_sends_long_prompts_on_time():
     assert len({tuple(body["prompt"]) for body in long_bodies}) == 4, "each its own"
 
 
+def test_prompts_on_the_idle_system_rest_as_long_as_those_under_load():
+    shape = Shape(long_tokens=30, long_output=2, long_every=0.3)
+
+    async def run(client):
+        return await Traffic(client, IdPrompts(range(100), random.Random(1)), shape).idle(3)
+
+    with FakeServer().running() as url:
+        records = with_client(url, run)
+    starts = [record.sent_at for record in records]
+    assert all(later - sooner >= 0.25 for sooner, later in itertools.pairwise(starts))
+
+
 RUN = ["--seconds", "0.5", "--warmup", "0.2", "--settle", "0.1", "--long-every", "0.2", "--long-tokens", "40"]
 RUN += ["--stream-output", "16"]
 
@@ -122,7 +135,7 @@ def test_a_whole_run_prints_both_tables_and_writes_json(tmp_path, capsys):
     assert "open loop" in printed.out
     assert "not counted" in printed.err
     result = json.loads((tmp_path / "out.json").read_text())
-    assert result["idle"]["ends"]["finished"] == 15
+    assert result["idle"]["ends"]["finished"] == 12
     assert result["idle"]["prompt_tokens"] == [40]
     assert result["alone"]["tokens_per_chunk"] == 1.0
     assert result["mixed"]["itl"]["count"] > 20
