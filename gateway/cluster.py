@@ -113,6 +113,11 @@ class Cluster:
         return tuple(self._workers[worker_id] for worker_id in sorted(self._workers))
 
     @property
+    def max_workers(self) -> int:
+        """That may be live at once."""
+        return self._settings.max_workers
+
+    @property
     def vocab_size(self) -> int | None:
         """Token ids of the served model; None while there is no worker."""
         return next((worker.hello.fingerprint.vocab_size for worker in self._workers.values()), None)

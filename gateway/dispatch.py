@@ -39,7 +39,6 @@ from gateway.placement import Placement
 from gateway.stream import TokenStream
 from gateway.worker import Worker
 from gateway.worker_lines import WorkerLines
-from kvtransfer.complaints import Complaints
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.link_name import worker_of
 from kvtransfer.messages import (
@@ -103,8 +102,7 @@ class Dispatcher(Backend):
         self._clock = clock
         self._control: ControlLink | None = None
         self._has_reset = False
-        self._complaints = Complaints()
-        self._lines = WorkerLines()
+        self._lines = WorkerLines(cluster.max_workers)
         self._audience = Audience(observer)
         self._flights = Flights(self._send, self._audience, clock)
         self._placement = Placement(cluster, self._flights, settings.modes, self._drop, clock)
@@ -249,7 +247,7 @@ class Dispatcher(Backend):
         try:
             self._handle(sender, message)
         except Exception:
-            if self._lines.may_say(worker_of(sender), self._clock()):
+            if self._lines.may_trace(worker_of(sender), self._clock()):
                 logger.exception("worker %r: its message could not be handled", sender)
             if departure := self._cluster.drop_sender(sender, "its message could not be handled"):
                 self._on_departure(departure)
@@ -262,8 +260,7 @@ class Dispatcher(Backend):
         if reaction.departed is not None:
             self._on_departure(reaction.departed)
         if reaction.joined is not None:
-            self._complaints.settle(reaction.joined.worker_id)
-            self._on_worker_change(reaction.joined, "joined", logging.INFO)
+            self._lines.say_joined(reaction.joined.worker_id, f"{_name(reaction.joined)} joined", self._clock())
             if self._has_reset:  # it may have been away, with its cache, when the others were told
                 self._send(reaction.joined.worker_id, ResetPrefixCache())
         if reaction.worker is not None:
@@ -277,10 +274,8 @@ class Dispatcher(Backend):
 
     def _reply(self, sender: str, reply: GatewayToWorker) -> None:
         """On the connection that was spoken on, whoever is live under that worker id."""
-        worker_id = worker_of(sender)
-        if isinstance(reply, Refused) and self._complaints.is_news(worker_id, reply.reason, self._clock()):
-            line = f"worker {worker_id!r} is refused: {reply.reason}"
-            self._lines.say(logging.WARNING, worker_id, line, self._clock())
+        if isinstance(reply, Refused):
+            self._lines.say_refused(worker_of(sender), reply.reason, self._clock())
         if self._control is not None:
             self._control.send(sender, reply)
 
@@ -293,8 +288,8 @@ class Dispatcher(Backend):
         self._flights.on_departure(departure.worker, departure.cause)
         self._on_worker_change(departure.worker, f"is gone: {departure.reason}")
 
-    def _on_worker_change(self, worker: Worker, what: str, level: int = logging.WARNING) -> None:
-        self._lines.say(level, worker.worker_id, f"{worker.role.value} worker {worker.worker_id} {what}", self._clock())
+    def _on_worker_change(self, worker: Worker, what: str) -> None:
+        self._lines.say(logging.WARNING, worker.worker_id, f"{_name(worker)} {what}", self._clock())
 
     def _send(self, worker_id: str, message: GatewayToWorker) -> bool:
         """Numbers what a live worker must not miss; one that isn't live gets none of it."""
@@ -312,3 +307,7 @@ class Dispatcher(Backend):
     def check_integrity(self) -> None:
         """Raises AssertionError unless the books agree with each other and with who is live."""
         self._flights.check_integrity(self._cluster.is_live)
+
+
+def _name(worker: Worker) -> str:
+    return f"{worker.role.value} worker {worker.worker_id}"

@@ -1,18 +1,20 @@
 """What the gateway's log says of workers: that they come and go, and what is wrong with them. One that does so all the
 time must not fill it, nor keep the lines of others from being said.
 
+    a worker that is or was live    lines of its own, a few in a period
+    whoever was never let in        one such share for all: ids are chosen by who comes
+
 Knows no clock: `now` is seconds, monotonic.
 """
 
 import logging
 from typing import Final
 
+from kvtransfer.complaints import Complaints
 from kvtransfer.line_budget import LineBudget
 
 logger = logging.getLogger(__name__)
 
-MAX_WORKERS: Final = 32
-"""That have lines of their own in a period. Ids are chosen by who comes, so those beyond share theirs."""
 MAX_LOGGED_CHARS: Final = 400
 """Of a line, part of which may be a worker's words."""
 _OTHERS: Final = "(others)"  # no worker id may have parentheses
@@ -21,20 +23,43 @@ _OTHERS: Final = "(others)"  # no worker id may have parentheses
 class WorkerLines:
     """The lines about workers, with a ceiling for each of them and for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_workers: int) -> None:
+        """`max_workers`: that may be live at once. So many have lines of their own in a period, and those that come
+        beyond, as workers of ever new ids do, share theirs."""
+        self._max_workers = max_workers
         self._budget: LineBudget[str] = LineBudget()
+        self._complaints = Complaints()
 
     def say(self, level: int, worker_id: str, line: str, now: float) -> None:
-        """`line` names the worker; nothing if there were too many about it."""
-        if self.may_say(worker_id, now):
-            logger.log(level, "%.*s", MAX_LOGGED_CHARS, line)
+        """Of a worker that is or was live. `line` names it; nothing if there were too many about it."""
+        if not logger.isEnabledFor(level):
+            return  # a line that nobody sees takes no other one's place
+        has_own = worker_id in self._budget or len(self._budget) < self._max_workers
+        self._log(level, worker_id if has_own else _OTHERS, line, now)
 
-    def may_say(self, worker_id: str, now: float) -> bool:
-        """Whether to log a line about this worker now; True is taken as a promise to do so."""
-        has_own = worker_id in self._budget or len(self._budget) < MAX_WORKERS
-        return self._budget.may_say(worker_id if has_own else _OTHERS, now)
+    def say_joined(self, worker_id: str, line: str, now: float) -> None:
+        """All is well with it: whatever it is refused for from now on is news."""
+        self._complaints.settle(worker_id)
+        self.say(logging.INFO, worker_id, line, now)
+
+    def say_refused(self, worker_id: str, reason: str, now: float) -> None:
+        """Once per worker and change. What there is no room for now is said when the worker comes again."""
+        kind = self._kind_of_stranger(worker_id)
+        if self._budget.has_room(kind) and self._complaints.is_news(worker_id, reason, now):
+            self._log(logging.WARNING, kind, f"worker {worker_id!r} is refused: {reason}", now)
+
+    def may_trace(self, worker_id: str, now: float) -> bool:
+        """Whether to log a trace of what whoever has this id has said now; True is taken as a promise to do so."""
+        return self._budget.may_say(self._kind_of_stranger(worker_id), now)
 
     def on_tick(self, now: float) -> None:
         """Tells the log what it was spared. To be called regularly."""
         for worker_id, count in self._budget.take_unsaid(now):
             logger.warning("worker %r: %d more lines about it", worker_id, count)
+
+    def _kind_of_stranger(self, worker_id: str) -> str:
+        return worker_id if worker_id in self._budget else _OTHERS
+
+    def _log(self, level: int, kind: str, line: str, now: float) -> None:
+        if self._budget.may_say(kind, now):
+            logger.log(level, "%.*s", MAX_LOGGED_CHARS, line)

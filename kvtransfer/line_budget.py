@@ -36,10 +36,15 @@ class LineBudget(Generic[Kind]):
     def __contains__(self, kind: Kind) -> bool:
         return kind in self._periods
 
+    def has_room(self, kind: Kind) -> bool:
+        """Whether `may_say` would say True; asking takes nothing."""
+        period = self._periods.get(kind)
+        return period is None or period.num_said < NUM_LINES
+
     def may_say(self, kind: Kind, now: float) -> bool:
         """Whether to log a line of this kind now; True is taken as a promise to do so. `take_unsaid` ends periods."""
         period = self._periods.setdefault(kind, _Period(now))
-        if period.num_said == NUM_LINES:
+        if not self.has_room(kind):
             period.num_unsaid += 1
             return False
         period.num_said += 1

@@ -3,8 +3,9 @@
 import logging
 
 from gateway.backend import OverloadedError, RequestFailedError
+from gateway.cluster import ClusterSettings
 from gateway.dispatch import DispatchSettings
-from gateway.worker_lines import MAX_LOGGED_CHARS, MAX_WORKERS
+from gateway.worker_lines import MAX_LOGGED_CHARS
 from kvtransfer.line_budget import NUM_LINES, PERIOD_S
 from kvtransfer.messages import EndReason, Goodbye, LeaveCause
 from tests.gateway.cluster_world import hello, world
@@ -120,15 +121,52 @@ async def test_a_worker_that_is_refused_again_and_again_between_its_joins_is_a_f
 @in_loop
 async def test_workers_of_ever_new_ids_have_a_ceiling_together(caplog):
     caplog.set_level(logging.INFO)
-    async with world(*BOTH) as it:
+    async with world(*BOTH, cluster=ClusterSettings(max_workers=32)) as it:
         caplog.clear()
         for number in range(500):
             await come_and_go(it, f"decode-{number + 1}", 1)
-        assert len(caplog.messages) <= 2 * MAX_WORKERS + NUM_LINES
+        assert len(caplog.messages) == 2 * (32 - len(BOTH)) + NUM_LINES
         await it.pass_time(PERIOD_S, dict.fromkeys(BOTH, "g1"))
         assert caplog.messages[-1].startswith("worker '(others)': ")
         await come_and_go(it, "decode-1000", 1)
         assert caplog.messages[-1] == "decode worker decode-1000 is gone: left: bye", "a new period, with room for all"
+
+
+@in_loop
+async def test_each_of_many_workers_that_are_lost_at_once_is_named(caplog):
+    caplog.set_level(logging.INFO)
+    async with world(*(f"decode-{number}" for number in range(64))) as it:
+        await it.pass_time(ClusterSettings().dead_after_s + 1.0)
+        gone = {line.split()[2] for line in caplog.messages if "is gone" in line}
+        assert gone == {f"decode-{number}" for number in range(64)}
+
+
+@in_loop
+async def test_lines_below_the_level_take_no_place_of_a_loss(caplog):
+    caplog.set_level(logging.WARNING)
+    async with world(*BOTH) as it:
+        for number in range(NUM_LINES):
+            await it.hear("decode-9", hello("decode-9", f"g{number}"))
+        await it.pass_time(3.0, dict.fromkeys(BOTH, "g1"))
+        gone = [line for line in caplog.messages if line.startswith("decode worker decode-9 is gone: ")]
+        assert len(gone) == NUM_LINES
+        assert "silent" in gone[-1]
+
+
+@in_loop
+async def test_strangers_that_are_refused_hide_no_loss_and_are_told_when_there_is_room(caplog):
+    async with world(*BOTH, cluster=ClusterSettings(max_workers=8)) as it:
+        strangers = [f"decode-{number + 100}" for number in range(2 * NUM_LINES)]
+        for _ in range(2):
+            for stranger in strangers:
+                await it.hear(stranger, hello(stranger, protocol=1))
+        assert len(caplog.messages) == NUM_LINES
+        await it.hear("prefill-0", Goodbye("g1", "bye", LeaveCause.SHUTDOWN))
+        assert caplog.messages[NUM_LINES:] == ["prefill worker prefill-0 is gone: left: bye"]
+        await it.pass_time(PERIOD_S, {"decode-0": "g1"})
+        for stranger in strangers:
+            await it.hear(stranger, hello(stranger, protocol=1))
+        assert {line.split("'")[1] for line in caplog.messages if "is refused" in line} == set(strangers)
 
 
 @in_loop
