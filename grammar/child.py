@@ -39,9 +39,7 @@ class ChildLostError(Exception):
 class Child:
     """`python -m MODULE`. One thread at a time asks; any may end it."""
 
-    def __init__(self, module: str, time_limit_s: float) -> None:
-        """`time_limit_s`: for one answer, by the clock."""
-        self._time_limit_s = time_limit_s
+    def __init__(self, module: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
@@ -61,12 +59,12 @@ class Child:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, frame: bytes) -> bytes:
-        """The answer to `frame`. Raises ChildLostError, and then the child is no more."""
+    def ask(self, frame: bytes, time_limit_s: float) -> bytes:
+        """The answer to `frame`, within so long by the clock. Raises ChildLostError, and then the child is no more."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         is_overdue = threading.Event()
-        clock = threading.Timer(self._time_limit_s, self._stop, [is_overdue])
+        clock = threading.Timer(max(0.0, time_limit_s), self._stop, [is_overdue])
         clock.daemon = True
         clock.start()
         try:

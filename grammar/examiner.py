@@ -14,6 +14,7 @@ latest at its limit.
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -27,8 +28,9 @@ from kvtransfer.messages import Grammar
 CPU_SECONDS: Final = 2.0
 """For one grammar. Ordinary ones take milliseconds."""
 WALL_SECONDS: Final = 20.0
-"""By the clock, for one grammar and for a child's start. A child that computes reaches its limit of CPU time before,
-unless it gets less than a tenth of a core; and a client is told before its gateway stops waiting, after 30 s."""
+"""By the clock, for one grammar with all that comes before it: children that start, or are lost. A child that computes
+reaches its limit of CPU time before, unless it gets less than a tenth of a core; and a client is told before its
+gateway stops waiting, after 30 s."""
 MEMORY_BYTES: Final = 2 << 30
 """Address space of the child, of which 0.5 GiB are its own."""
 READY: Final = b"ready"
@@ -63,7 +65,7 @@ class Examiner:
     def examine(self, grammar: Grammar) -> Grammar:
         """`grammar` as workers take it. Raises GrammarError; RuntimeError if there can be no child."""
         try:
-            answer = self._answer(msgspec.msgpack.encode(grammar))
+            answer = self._answer(msgspec.msgpack.encode(grammar), time.monotonic() + WALL_SECONDS)
         except ChildLostError as error:
             raise _fault_of(error.death) from error
         verdict = msgspec.msgpack.decode(answer, type=Verdict)
@@ -78,22 +80,22 @@ class Examiner:
             if self._child is not None:
                 self._child.end()
 
-    def _answer(self, frame: bytes) -> bytes:
+    def _answer(self, frame: bytes, deadline: float) -> bytes:
         """That of a child; of another one if somebody has killed the first, which says little of what it had."""
         try:
-            return self._ready_child().ask(frame)
+            return self._ready_child(deadline).ask(frame, _until(deadline))
         except ChildLostError as error:
             if error.death is not Death.FOREIGN:
                 raise
-        return self._ready_child().ask(frame)
+        return self._ready_child(deadline).ask(frame, _until(deadline))
 
-    def _ready_child(self) -> Child:
+    def _ready_child(self, deadline: float) -> Child:
         if self._child is not None and self._child.is_running:
             return self._child
         outfit = msgspec.msgpack.encode(self._outfit())
         child = self._start()
         try:
-            answer = child.ask(outfit)
+            answer = child.ask(outfit, _until(deadline))
         except ChildLostError as error:
             if error.death is not Death.EXCESS:
                 raise
@@ -105,7 +107,7 @@ class Examiner:
         with self._lock:
             if self._is_closed:
                 raise UndecidedError("the process that examines grammars has been told to end")
-            self._child = Child("grammar.examination", WALL_SECONDS)
+            self._child = Child("grammar.examination")
             return self._child
 
 
@@ -135,6 +137,10 @@ class Examiners:
             yield examiner
         finally:
             self._idle.put(examiner)
+
+
+def _until(deadline: float) -> float:
+    return deadline - time.monotonic()
 
 
 def _fault_of(death: Death) -> GrammarError:

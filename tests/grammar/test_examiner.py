@@ -1,16 +1,18 @@
 """A grammar that would take this process down takes its child down, and is refused; nobody else notices."""
 
+import itertools
 import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from grammar.child import Child
+from grammar.child import Child, ChildLostError, Death
 from grammar.errors import CostError, GrammarError, UndecidedError
-from grammar.examiner import CPU_SECONDS, WALL_SECONDS, Examiner, Examiners, Outfit
+from grammar.examiner import CPU_SECONDS, READY, WALL_SECONDS, Examiner, Examiners, Outfit, Verdict
 from tests.grammar.made_grammars import BAD, BOMBS, LARK, grammar, regex, tokenizer_json
 from tests.tiny_models import EOS_ID, VOCAB_SIZE
 
@@ -74,8 +76,8 @@ def test_a_child_that_was_lost_while_idle_is_replaced(examiner):
 
 
 def test_a_child_that_stands_still_is_killed_and_the_next_one_is_served(examiner, monkeypatch):
-    monkeypatch.setattr("grammar.examiner.WALL_SECONDS", 1.5)
     examiner.examine(regex("a"))
+    monkeypatch.setattr("grammar.examiner.WALL_SECONDS", 1.5)
     child = examiner._child.pid
     os.kill(child, signal.SIGSTOP)
     with pytest.raises(UndecidedError, match=r"within 1.5 s"):
@@ -85,14 +87,30 @@ def test_a_child_that_stands_still_is_killed_and_the_next_one_is_served(examiner
     assert examiner.examine(regex("b")) == regex("b")
 
 
+def test_a_start_a_loss_and_the_grammar_have_one_limit_together(examiner, monkeypatch):
+    now, limits = itertools.count(0.0, 4.0), []  # each look at the clock is 4 s later
+
+    def ask(child, frame, time_limit_s):
+        limits.append(time_limit_s)
+        if len(limits) == 2:
+            child.end()
+            raise ChildLostError(Death.FOREIGN)
+        return READY if len(limits) % 2 else msgspec.msgpack.encode(Verdict("a"))
+
+    monkeypatch.setattr(Child, "ask", ask)
+    monkeypatch.setattr("grammar.examiner.time", SimpleNamespace(monotonic=lambda: next(now)))
+    examiner.examine(regex("a"))
+    assert limits == [WALL_SECONDS - spent for spent in (4.0, 8.0, 12.0, 16.0)]
+
+
 def kill_over(monkeypatch, wanted, times) -> None:
     """Kills the next `times` children that get the grammar `wanted`."""
     frame, ask, left = msgspec.msgpack.encode(wanted), Child.ask, iter(range(times))
 
-    def ask_of_dying(child, asked):
+    def ask_of_dying(child, asked, time_limit_s):
         if asked == frame and next(left, None) is not None:
             os.kill(child.pid, signal.SIGKILL)
-        return ask(child, asked)
+        return ask(child, asked, time_limit_s)
 
     monkeypatch.setattr(Child, "ask", ask_of_dying)
 
