@@ -5,6 +5,7 @@ EngineError
 ├── DeviceError         the device that was asked for is not there, or torch cannot use it
 ├── CapacityError       the KV pool or the device memory is too small for what was asked; says by how much
 ├── UsageError          a call that the state of an offline LLM does not allow: it is closed, or generating already
+├── AccidentError       a request that this worker could not begin with, for no fault of the request: another may
 ├── OutOfBlocksError    an allocation did not fit (a scheduler's own matter; never reaches a client)
 └── RejectedError       a request that this worker can never serve; `str(error)` is safe to show the client
     └── ArgumentTypeError   (a TypeError too) a program has given an LLM something of a wrong Python type
@@ -33,6 +34,10 @@ class OutOfBlocksError(EngineError):
 
 class UsageError(EngineError):
     """The offline LLM is closed, or in the middle of another generation."""
+
+
+class AccidentError(EngineError):
+    """What a request needs could not be made here, which says nothing of the request."""
 
 
 class RejectedError(EngineError):

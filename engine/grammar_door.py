@@ -2,6 +2,7 @@
 
 add -> door: unknown: compile, replay the output so far --ready--> book        as any other request
              known:   replay                            --refused--> REJECTED
+                                                        --accident--> FAILED: its gateway tries another worker
 
 A grammar may take seconds to compile, so those that are known have a thread for themselves.
 """
@@ -14,7 +15,7 @@ from typing import Final, Generic
 
 from llguidance import LLMatcher
 
-from engine.errors import RejectedError
+from engine.errors import AccidentError, EngineError, RejectedError
 from engine.grammars import Grammars
 from engine.request_book import Job
 from engine.token_masks import TokenMasks
@@ -62,8 +63,9 @@ class GrammarDoor(Generic[Job]):
             self._waiting[request.key] = _Group([request, *followers], future)
             future.add_done_callback(lambda _: self._wake())
 
-    def take_ready(self) -> list[tuple[list[Job], RejectedError | None]]:
-        """Those that may go in, and those that may not with what is wrong; in the order in which they came."""
+    def take_ready(self) -> list[tuple[list[Job], EngineError | None]]:
+        """Those that may go in, and those that may not with what is wrong, a RejectedError or an AccidentError; in the
+        order in which they came."""
         ready = [group for group in self._waiting.values() if group.future.done()]
         for group in ready:
             del self._waiting[group.members[0].key]
@@ -106,16 +108,16 @@ class GrammarDoor(Generic[Job]):
         group.future.cancel()
         return group.members
 
-    def _outcome(self, group: "_Group[Job]") -> RejectedError | None:
+    def _outcome(self, group: "_Group[Job]") -> EngineError | None:
         request, *followers = group.members
         try:
             matcher = group.future.result()
             for follower in followers:
                 self.masks.adopt(follower, matcher.deep_copy())
             self.masks.adopt(request, matcher)
-        except RejectedError as error:
+        except (RejectedError, AccidentError) as error:
             return error
         except Exception:
             logger.exception("the grammar of request %s could not be compiled", request.key)
-            return RejectedError("the grammar could not be compiled")
+            return AccidentError("the grammar could not be compiled")
         return None

@@ -10,10 +10,10 @@ import numpy as np
 from llguidance import LLMatcher
 
 from engine.bitmask import words_of
-from engine.errors import RejectedError
+from engine.errors import AccidentError, RejectedError
 from engine.request import Request
 from grammar.compiler import MatcherCache, compile_grammar, fault_of
-from grammar.errors import GrammarError
+from grammar.errors import GrammarError, UndecidedError
 from grammar.examiner import Examiner, Outfit
 from grammar.vocabulary import Vocabulary, read_tokenizer
 from kvtransfer.messages import Grammar, SamplingParams
@@ -37,12 +37,14 @@ class Grammars:
 
     def matcher_for(self, request: Request) -> LLMatcher:
         """A matcher that has followed the request's output so far. Takes milliseconds as a rule, and seconds for a
-        grammar that is refused. Raises RejectedError."""
+        grammar that is refused. Raises RejectedError, or AccidentError if nothing could be found of the grammar."""
         grammar = request.sampling.grammar
         assert grammar is not None, request.key
         try:
             self._check_vocabulary(grammar)
             matcher = self._kept(grammar) or self._compile(grammar)
+        except UndecidedError as error:
+            raise AccidentError(f"{grammar.kind.value}: {error}") from error
         except GrammarError as error:
             raise RejectedError(f"{grammar.kind.value}: {error}") from error
         if not matcher.consume_tokens(list(request.output_token_ids)):

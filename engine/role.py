@@ -158,8 +158,9 @@ class EngineRole(abc.ABC, Generic[Job, Command]):
             if fault is None:
                 self._book.add(members[0], now, members[1:])
             else:
+                reason = EndReason.REJECTED if isinstance(fault, RejectedError) else EndReason.FAILED
                 unheard = [member for member in members if not member.is_over]
-                self._turn_away(unheard, EndReason.REJECTED, str(fault))
+                self._turn_away(unheard, reason, str(fault))
 
     def _turn_away(self, members: Sequence[Request], reason: EndReason, message: str = "") -> None:
         """The one word that requests get which never came into the book."""

@@ -19,7 +19,7 @@ import torch
 from llguidance import LLExecutor, LLMatcher
 
 from engine.bitmask import Words, add_mask, addends_of, forbid, mask_logits, num_words, words_of
-from engine.errors import RejectedError
+from engine.errors import AccidentError, RejectedError
 from engine.grammars import Grammars
 from engine.request import Request
 from grammar.compiler import fault_of
@@ -121,7 +121,7 @@ class TokenMasks:
                 matcher = self._grammars.matcher_for(request) if has_grammar else None
                 track = self._track_of(request.sampling, matcher, len(request.output_token_ids))
                 self._tracks[request] = track
-        except RejectedError as error:
+        except (RejectedError, AccidentError) as error:
             self.refuse(request, str(error))
             return False
         new = request.output_token_ids[track.num_followed :]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.errors import InvalidFieldError
+from gateway.errors import InvalidFieldError, UndecidedGrammarError
 from gateway.schemas import GenerationRequest
 from gateway.structured import AskedGrammar, asked_grammar
 from gateway.text_pool import TextPool
@@ -45,7 +45,7 @@ class ConstraintCheck:
         self._verdicts = Verdicts()
 
     async def check(self, request: GenerationRequest) -> Constraints:
-        """Raises InvalidFieldError, TextTimeoutError."""
+        """Raises InvalidFieldError, TextTimeoutError, UndecidedGrammarError."""
         asked = asked_grammar(request)
         grammar = None if asked is None else await self._grammar(asked)
         if not request.bad_words:
@@ -63,8 +63,9 @@ class ConstraintCheck:
         verdict = self._verdicts.get(name)
         if verdict is None:
             verdict = await self._compiling.run(lambda: self._examine(asked))
-            if not isinstance(verdict, UndecidedError):
-                self._verdicts.put(name, verdict)
+            if isinstance(verdict, UndecidedError):
+                raise UndecidedGrammarError(f"{asked.field}: {verdict}")
+            self._verdicts.put(name, verdict)
         if isinstance(verdict, GrammarError):
             raise InvalidFieldError(f"{asked.field}: {verdict}", param=asked.field)
         return verdict

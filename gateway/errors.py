@@ -16,7 +16,8 @@ ApiError                    has an HTTP status, OpenAI's error type, and possibl
 ├── TooManyConnectionsError     503
 ├── SlowReaderError             429: the client reads its stream slower than tokens come
 ├── InternalError               500: a bug of ours; says nothing else
-└── TextTimeoutError            503: rendering or tokenising took too long
+├── TextTimeoutError            503: rendering or tokenising took too long
+└── UndecidedGrammarError       503: whoever examined a grammar was lost, which says nothing of the grammar
 
 What the cluster raises is `gateway.backend.BackendError`; both have `status` and `kind`. Messages are fixed texts:
 of what a client sent they hold names of fields and short excerpts at most, made safe by `excerpt`.
@@ -147,6 +148,13 @@ class InternalError(ApiError):
 
 class TextTimeoutError(ApiError):
     """Rendering, tokenising or detokenising took longer than allowed."""
+
+    status = 503
+    kind = "service_unavailable"
+
+
+class UndecidedGrammarError(ApiError):
+    """Nothing could be found of the request's grammar; it may be all right."""
 
     status = 503
     kind = "service_unavailable"

@@ -2,7 +2,7 @@
 
 GrammarError            a grammar can't be served; `str(error)` is safe to show a client
 ├── CostError           it may be right, but takes more work or memory than one request may cost
-└── UndecidedError      what was to be found of it has not been; another time it may be, so this is no verdict to keep
+└── UndecidedError      what was to be found of it has not been; another time it may be: no verdict
 """
 
 import re

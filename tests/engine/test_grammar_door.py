@@ -11,6 +11,7 @@ from engine.grammar_door import MAX_AT_DOOR, GrammarDoor
 from engine.grammars import Grammars
 from engine.request_book import QueueRules
 from engine.token_masks import TokenMasks
+from grammar.child import Child, ChildLostError, Death
 from kvtransfer.messages import Cancel, DecodeRequest, EndReason, Grammar, Sibling
 from tests.decode.test_worker import RecordingReceiver, engine_with, outputs_of
 from tests.engine.made_requests import request_with
@@ -256,7 +257,7 @@ def test_a_request_that_no_token_is_left_for_ends_and_the_others_go_on(world):
     world.role.check_integrity()
 
 
-def test_an_accident_in_the_compiler_rejects_its_request_alone(world, monkeypatch, caplog):
+def test_an_accident_in_the_compiler_fails_its_request_alone(world, monkeypatch, caplog):
     def fail(request):
         raise RuntimeError("boom")
 
@@ -264,8 +265,25 @@ def test_an_accident_in_the_compiler_rejects_its_request_alone(world, monkeypatc
     world.add(regex("a"))
     world.wait()
     assert not world.role.step()
-    assert outputs_of(world.role) == [("gw", 0, (), EndReason.REJECTED)]
+    assert outputs_of(world.role) == [("gw", 0, (), EndReason.FAILED)]
     assert "boom" in caplog.text
+
+
+def test_a_grammar_whose_examiner_was_lost_fails_so_that_another_worker_is_asked(world, monkeypatch):
+    def ask(child, *_):
+        child.end()
+        raise ChildLostError(Death.FOREIGN)
+
+    monkeypatch.setattr(Child, "ask", ask)
+    world.add(regex("[a-z]+"), siblings=GROUP)
+    world.wait()
+    assert not world.role.step()
+    assert ends_of(world.role) == dict.fromkeys("rst", EndReason.FAILED)
+    assert world.role.is_empty()
+    monkeypatch.undo()
+    world.add(regex("[a-z]+"), "q")
+    world.wait()
+    assert world.role.step()
 
 
 def test_a_grammar_and_ignore_eos_do_not_go_together(world):

@@ -157,15 +157,25 @@ def test_a_bomb_is_a_400_and_holds_up_nobody(world):
     assert seconds < 1.0
 
 
-def test_a_verdict_that_was_not_reached_is_a_400_and_not_kept(world, monkeypatch):
-    def ask(child, frame):
+@pytest.mark.parametrize(
+    ("death", "reason"), [(Death.OVERDUE, "not compiled within"), (Death.FOREIGN, "was killed")], ids=str
+)
+def test_a_verdict_that_was_not_reached_is_the_servers_fault_and_not_kept(world, monkeypatch, death, reason):
+    def ask(child, *_):
         child.end()
-        raise ChildLostError(Death.OVERDUE)
+        raise ChildLostError(death)
 
     monkeypatch.setattr(Child, "ask", ask)
-    assert "not compiled within" in refused(world, world.complete(guided_regex="[x-z]{7}"), "guided_regex")
+    before = len(world.backend.calls)
+    wanted = f"[x-z]{{7}}|{death.value}"
+    response = world.complete(guided_regex=wanted)
+    assert response.status_code == 503
+    assert response.headers["retry-after"]
+    assert response.json()["error"]["type"] == "service_unavailable"
+    assert reason in response.json()["error"]["message"]
+    assert len(world.backend.calls) == before
     monkeypatch.undo()
-    assert told(world, world.complete(guided_regex="[x-z]{7}")).grammar.text == "[x-z]{7}"
+    assert told(world, world.complete(guided_regex=wanted)).grammar.text == wanted
 
 
 def test_bad_words_are_token_ids_at_the_beginning_and_behind_a_blank(world):
