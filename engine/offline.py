@@ -82,6 +82,11 @@ class LLM:
         """Most tokens of one request, prompt and output together."""
         return self._open.engine.max_model_len
 
+    @property
+    def weights_digest(self) -> str:
+        """Of the weights that were loaded, as `engine.weights.weights_digest` has it."""
+        return self._open.engine.fingerprint.weights
+
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer of the model."""
         return self._tokenizer.hf_tokenizer

@@ -58,8 +58,6 @@ def load_weights(model: CausalLm, model_path: Path) -> Loaded:
     scales = ScaleReader(model.config)
     digests: dict[str, str] = {}
     for name, tensor in _stream(model_path):
-        if name.endswith("rotary_emb.inv_freq"):
-            continue  # old checkpoints carry it; it follows from the config
         digests[name] = _tensor_digest(tensor)
         if is_kv_scale(name):
             scales.take(name, tensor)
@@ -72,13 +70,13 @@ def load_weights(model: CausalLm, model_path: Path) -> Loaded:
     missing = placements.keys() - digests.keys()
     if missing:
         raise ModelError(f"{model_path} lacks {len(missing)} weights, among them {min(missing)}")
-    if model.config.tied_embeddings and digests.pop(_LM_HEAD, digests[_EMBEDDING]) != digests[_EMBEDDING]:
+    if model.config.tied_embeddings and digests.get(_LM_HEAD, digests[_EMBEDDING]) != digests[_EMBEDDING]:
         raise ModelError(f"config.json ties the embeddings, but {_LM_HEAD} differs from {_EMBEDDING}")
     return Loaded(_combined_digest(digests), scales.scales(model.embedding.device))
 
 
 def weights_digest(model_path: Path) -> str:
-    """Of a checkpoint that nobody loads: over each tensor's name, shape, dtype and some pages. Raises ModelError."""
+    """What `load_weights` would say: over each tensor's name, shape, dtype and some pages. Raises ModelError."""
     return _combined_digest({name: _tensor_digest(tensor) for name, tensor in _stream(model_path)})
 
 
@@ -147,10 +145,12 @@ def _placement_of(name: str, tensor: torch.Tensor, placements: Mapping[str, Plac
 
 
 def _stream(model_path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of the checkpoint, one at a time, memory-mapped."""
+    """All tensors of the checkpoint that count, one at a time, memory-mapped."""
     seen: set[str] = set()
     for file in _weight_files(model_path):
         for name, tensor in _stream_file(file):
+            if name.endswith("rotary_emb.inv_freq"):
+                continue  # old checkpoints carry it; it follows from the config
             if name in seen:
                 raise ModelError(f"weight {name} is in more than one file of {model_path}")
             seen.add(name)
@@ -194,6 +194,8 @@ def _tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _combined_digest(digests: Mapping[str, str]) -> str:
-    """Over names and digests of all tensors, whatever their order and the files that they came in."""
-    joined = "".join(f"{name} {digests[name]} " for name in sorted(digests))
+    """Over names and digests of all tensors, whatever their order and the files that they came in. A head that is a
+    copy of the embedding may be there or not."""
+    kept = {name for name in digests if name != _LM_HEAD or digests[name] != digests.get(_EMBEDDING)}
+    joined = "".join(f"{name} {digests[name]} " for name in sorted(kept))
     return hashlib.sha256(joined.encode()).hexdigest()[:32]

@@ -41,7 +41,9 @@ def generate(config: GenerateConfig) -> int:
         if num_lines == len(results.done):
             _say(f"all {num_lines} lines are done")
             return 0
+        digests.look()
         with LLM(**engine_settings(config, digests.folder)) as llm:
+            digests.check_loaded(llm.weights_digest)
             todo = Todo(source, defaults, results, digests, llm)
             todo.check_all()
             todo.run(num_lines, config.progress)
@@ -62,11 +64,11 @@ def engine_settings(config: GenerateConfig, folder: Path) -> dict[str, Any]:
 
 
 def check_lines(source: IO[bytes], defaults: LineDefaults, results: ResultSink, digests: ResultDigests) -> int:
-    """The number of prompts. Raises LineError, and ChangedInputError if results are there that this input, these
-    settings and this model would not give."""
-    num_lines, num_done = 0, 0
-    for line in read_lines(source, defaults):
-        num_lines += 1
+    """The number of prompts. Raises LineError, before the model is looked for, and ChangedInputError if results are
+    there that this input, these settings and this model would not give."""
+    num_lines = sum(1 for _ in read_lines(source, defaults))
+    num_done = 0
+    for line in read_lines(source, defaults) if results.done else ():
         digest = results.done.get(line.number)
         if digest is not None:
             num_done += 1

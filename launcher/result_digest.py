@@ -4,13 +4,15 @@ import hashlib
 from functools import cached_property
 from pathlib import Path
 
-from engine.checkpoint_digest import checkpoint_digest
+from engine.checkpoint_digest import CheckpointDigest, files_digest
+from engine.errors import ModelError
 from launcher.default_model import resolve_model
 from launcher.prompt_lines import PromptLine
 
 
 class ResultDigests:
-    """The model is looked at when a digest is first asked for: lines that are wrong are told before it is fetched."""
+    """The model is looked at once, when a digest is first asked for or `look` is called: what is done to its folder
+    after it has been loaded is none of the results' affair."""
 
     def __init__(self, model: str) -> None:
         """`model`: a name or a folder, as for `resolve_model`."""
@@ -21,12 +23,22 @@ class ResultDigests:
         """That of the checkpoint. Raises ModelUnavailableError."""
         return resolve_model(self._model)
 
+    def look(self) -> None:
+        """Before the model is loaded. Raises ModelUnavailableError, and ModelError for one that can't be read."""
+        _ = self._checkpoint
+
+    def check_loaded(self, weights: str) -> None:
+        """`weights`: digest of those that have been loaded. Raises ModelError unless the folder has been the same since
+        `look`."""
+        if CheckpointDigest(files_digest(self.folder), weights) != self._checkpoint:
+            raise ModelError(f"{self.folder} has changed while it was loaded; start again when it is complete")
+
     def of(self, line: PromptLine) -> str:
-        """Raises ModelUnavailableError, and ModelError for a checkpoint that can't be read."""
+        """Raises as `look` does."""
         digest = hashlib.blake2b(digest_size=8, person=b"kvsplice result")
         digest.update(f"{line.digest} {self._checkpoint}".encode())
         return digest.hexdigest()
 
     @cached_property
-    def _checkpoint(self) -> str:
-        return checkpoint_digest(self.folder)
+    def _checkpoint(self) -> CheckpointDigest:
+        return CheckpointDigest.of(self.folder)

@@ -198,6 +198,15 @@ def test_lines_are_checked_before_a_model_is_looked_for(tmp_path):
     assert "line 2 of the input" in err
 
 
+def test_lines_are_checked_before_a_model_is_looked_for_also_behind_those_that_are_done(undisturbed, tmp_path):
+    _, done = undisturbed
+    output = shutil.copy(done, tmp_path / "out")
+    source = write_prompts(tmp_path / "in", [*MANY[:-1], {"prompts": "b"}])
+    code, _, err = run("/models/nowhere", "--input", source, "--output", output, *ALONE)
+    assert code == 2
+    assert f"line {NUM} of the input" in err
+
+
 @pytest.mark.parametrize(
     ("last", "says"),
     [
