@@ -19,6 +19,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from grammar.errors import GrammarError, reason_of
+from grammar.schema_patterns import patterns_of
 from kvtransfer.messages import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 MAX_LITERAL_CHARS: Final = 8192
 """Of an expression or a choice. A mask of a literal costs time in proportion to its length: 45 ms for 60,000."""
 
+_EMBEDDED_SCHEMA: Final = re.compile(r"%json\s*")
+_JSON: Final = json.JSONDecoder(parse_int=len)  # numbers of any length, of which nothing is asked
 _JSON_FORM: "Final[JsonCompileOptions]" = {
     # Between two parts of a value: nothing, a blank, or a line break with indentation. With any whitespace at all a
     # small model may write blanks until max_tokens.
@@ -44,11 +47,13 @@ def source_of(grammar: Grammar) -> str:
             return _json_source(text)
         case GrammarKind.REGEX:
             _check_length("the expression", text)
-            _check_end(text)
+            _check_end("the expression", text)
             return LLMatcher.grammar_from_regex(text)
         case GrammarKind.CHOICE:
             return LLMatcher.grammar_from_regex("|".join(f"(?:{re.escape(choice)})" for choice in _choices(text)))
         case GrammarKind.LARK:
+            for place in _EMBEDDED_SCHEMA.finditer(text):
+                _check_patterns(text, place.end())
             return LLMatcher.grammar_from_lark(text)
 
 
@@ -71,6 +76,7 @@ def choice_text(choices: list[str]) -> str:
 
 
 def _json_source(text: str) -> str:
+    _check_patterns(text)
     try:
         return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_FORM)
     except ValueError as error:
@@ -94,11 +100,23 @@ def _check_length(what: str, text: str) -> None:
         raise GrammarError(f"{what} has {len(text)} characters, at most {MAX_LITERAL_CHARS} are allowed")
 
 
-def _check_end(expression: str) -> None:
+def _check_patterns(text: str, start: int = 0) -> None:
+    """Those of the JSON schema that begins there. If there is none, the library says so."""
+    try:
+        schema, _ = _JSON.raw_decode(text, start)
+    except ValueError:
+        return
+    except RecursionError:
+        raise GrammarError("the schema is nested too deeply") from None
+    for pattern in patterns_of(schema):
+        _check_end("a pattern of the schema", pattern)
+
+
+def _check_end(what: str, expression: str) -> None:
     """A backslash that escapes nothing is an error, which the library does not see: it leaves it out."""
     num_backslashes = len(expression) - len(expression.rstrip("\\"))
     if num_backslashes % 2:
-        raise GrammarError("the expression ends with a backslash that escapes nothing")
+        raise GrammarError(f"{what} ends with a backslash that escapes nothing")
 
 
 def _encodable(text: str) -> str:

@@ -21,6 +21,15 @@ BAD = {
     "remote": (JSON, '{"$ref": "http://127.0.0.1:9/schema.json"}'),
     "file": (JSON, '{"$ref": "file:///etc/passwd"}'),
     "deep": (JSON, '{"type":"array","items":' * 500 + "{}" + "}" * 500),
+    "open escape in a pattern": (JSON, r'{"type": "string", "pattern": "a\\"}'),
+    "open escape in an inner pattern": (
+        JSON,
+        r'{"type":"array","items":{"anyOf":[{"type":"string","pattern":"a\\"}]}}',
+    ),
+    "open escape in a referenced pattern": (JSON, r'{"$ref":"#/more","more":{"type":"string","pattern":"a\\"}}'),
+    "open escape of a property": (JSON, r'{"type": "object", "patternProperties": {"a\\": {}}}'),
+    "open escape below a property's name": (JSON, r'{"type":"object","properties":{"enum":{"pattern":"a\\"}}}'),
+    "open escape in Lark": (LARK, r'start: %json {"type": "string", "pattern": "a\\"} "!"'),
     "half a surrogate": (JSON, '{"const": "\\ud800"}'),
     "unclosed": (REGEX, "(a"),
     "open escape": (REGEX, "a\\"),
@@ -55,6 +64,15 @@ GOOD = {
     ),
     (REGEX, r"^[a-c]{2,3}$"): (("ab", "abc"), ("a", "abcd", "xab", "")),
     (REGEX, r"a/b\\"): (("a/b\\",), ("a/b", "a/b/", "a/b\\\\")),
+    (JSON, r'{"type":"object","properties":{"pattern":{"enum":["a\\"]}},"required":["pattern"]}'): (
+        (r'{"pattern":"a\\"}',),
+        ("{}", '{"pattern":"a"}'),
+    ),
+    (JSON, r'{"enum":[{"pattern":"a\\"}],"default":{"pattern":"a\\"}}'): (
+        (r'{"pattern":"a\\"}',),
+        ('{"pattern":"a"}',),
+    ),
+    (JSON, r'{"type":"string","pattern":"^a\\\\$"}'): ((r'"a\\"',), ('"a"',)),
     (CHOICE, '["yes", "no way", "é😀", "a\\"b\\\\", "x\\ny", "(", "$^"]'): (
         ("yes", "no way", "é😀", 'a"b\\', "x\ny", "(", "$^"),
         ("ye", "no", "yes ", "no way!"),
