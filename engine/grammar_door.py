@@ -8,6 +8,7 @@ A grammar may take seconds to compile, so those that are known have a thread for
 """
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class _Group(Generic[Job]):
 
 
 class GrammarDoor(Generic[Job]):
-    """Of a worker's loop alone, but for the thread inside, which calls `wake` when a request is ready."""
+    """Of a worker's loop alone, but for the threads inside, which call `wake` when a request is ready."""
 
     def __init__(self, grammars: Grammars, masks: TokenMasks, wake: Callable[[], None]) -> None:
         self.masks = masks
@@ -47,6 +48,8 @@ class GrammarDoor(Generic[Job]):
         self._wake = wake
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._replaying = ThreadPoolExecutor(1, thread_name_prefix="known-grammars")
+        self._lock = threading.Lock()  # who wakes has done so when `close` returns
+        self._is_closed = False
         self._waiting: dict[RequestKey, _Group[Job]] = {}
 
     def __len__(self) -> int:
@@ -61,7 +64,7 @@ class GrammarDoor(Generic[Job]):
         if request.key not in self._waiting:
             future = self._thread_for(request).submit(self._grammars.matcher_for, request)
             self._waiting[request.key] = _Group([request, *followers], future)
-            future.add_done_callback(lambda _: self._wake())
+            future.add_done_callback(self._on_ready)
 
     def take_ready(self) -> list[tuple[list[Job], EngineError | None]]:
         """Those that may go in, and those that may not with what is wrong, a RejectedError or an AccidentError; in the
@@ -94,9 +97,17 @@ class GrammarDoor(Generic[Job]):
         return left
 
     def close(self) -> None:
-        """Takes no more requests, and compiles nothing that it has not begun with."""
+        """Takes no more requests, compiles nothing that it has not begun with, and wakes nobody: another role may have
+        taken this one's place, and has a door of its own."""
+        with self._lock:
+            self._is_closed = True
         for thread in (self._compiling, self._replaying):
             thread.shutdown(wait=False, cancel_futures=True)
+
+    def _on_ready(self, _: Future[LLMatcher]) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._wake()
 
     def _thread_for(self, request: Job) -> ThreadPoolExecutor:
         grammar = request.sampling.grammar

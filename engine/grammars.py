@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterable
-from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +31,8 @@ class Grammars:
         self._eos_token_ids = tuple(eos_token_ids)
         self._compiling = threading.Lock()  # the examiner's
         self._lock = threading.Lock()  # the cache's: held for a moment at a time
+        self._reading = threading.Lock()  # the vocabulary's
+        self._read: Vocabulary | None = None
         self._cache = MatcherCache(MAX_KEPT)
         self._examiner = Examiner(self._outfit)
 
@@ -61,9 +62,13 @@ class Grammars:
         """Ends the process that examines; nothing unknown is compiled any more."""
         self._examiner.close()
 
-    @cached_property
+    @property
     def _vocabulary(self) -> Vocabulary:
-        return Vocabulary.of_folder(self._path, self._num_ids, self._eos_token_ids)
+        """Made once, whoever comes first: it takes a while, and memory."""
+        with self._reading:
+            if self._read is None:
+                self._read = Vocabulary.of_folder(self._path, self._num_ids, self._eos_token_ids)
+            return self._read
 
     def _check_vocabulary(self, grammar: Grammar) -> None:
         if grammar.vocabulary != self._vocabulary.digest:
@@ -79,9 +84,9 @@ class Grammars:
                 return known  # somebody else has had it compiled meanwhile
             self._examiner.examine(grammar)
             matcher = compile_grammar(self._vocabulary, grammar)
-        with self._lock:
-            self._cache.put(grammar, matcher)
-        return matcher
+            with self._lock:  # before anybody else may compile: he looks here for what has been
+                self._cache.put(grammar, matcher)
+            return matcher
 
     def _outfit(self) -> Outfit:
         return Outfit(read_tokenizer(self._path), self._num_ids, self._eos_token_ids)

@@ -14,7 +14,6 @@ from engine.token_masks import TokenMasks
 from grammar.child import Child, ChildLostError, Death
 from kvtransfer.messages import Cancel, DecodeRequest, EndReason, Grammar, Sibling
 from tests.decode.test_worker import RecordingReceiver, engine_with, outputs_of
-from tests.engine.made_requests import request_with
 from tests.grammar.made_grammars import BAD, BOMBS, grammar, regex
 from tests.kvtransfer.samples import spec
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, make_tokenizer
@@ -189,7 +188,7 @@ def test_who_has_a_known_grammar_does_not_wait_for_one_that_is_compiled(world, m
     assert {output.request_id for _, output in world.role.flush()} == {"r", "slow", "behind it", "known"}
 
 
-def test_a_role_that_stops_leaves_nothing_to_be_compiled(world, monkeypatch):
+def test_a_role_that_stops_leaves_nothing_to_be_compiled_and_is_woken_no_more(world, monkeypatch):
     may_end, begun = threading.Event(), threading.Semaphore(0)
 
     def slow(request):
@@ -203,7 +202,9 @@ def test_a_role_that_stops_leaves_nothing_to_be_compiled(world, monkeypatch):
     assert begun.acquire(timeout=WITHIN_S)
     world.role.stop()
     may_end.set()
-    world.wait()
+    for thread in (world.door._compiling, world.door._replaying):
+        thread.shutdown(wait=True)
+    assert not world.woken.acquire(blocking=False), "a loop was woken that may be another role's by now"
     assert not begun.acquire(blocking=False), "what had not begun was compiled after the end"
 
 
@@ -289,8 +290,3 @@ def test_a_grammar_whose_examiner_was_lost_fails_so_that_another_worker_is_asked
 def test_a_grammar_and_ignore_eos_do_not_go_together(world):
     world.add(regex("a"), ignore_eos=True)
     assert outputs_of(world.role) == [("gw", 0, (), EndReason.REJECTED)]
-
-
-def test_rejections_name_the_kind(world):
-    with pytest.raises(RejectedError, match=r"^regex: "):
-        world.grammars.matcher_for(request_with(grammar=grammar(*BAD["unclosed"])))
