@@ -34,7 +34,7 @@ LONGEST_DELAY_S = 4.0
 """With workers of both roles there, a request that may go on does so within this: silence is noticed after 2 s, and the
 delays of retries come on top."""
 FAULTS = [EndReason.FAILED, EndReason.OVERLOADED, EndReason.REJECTED, EndReason.CANCELLED]
-LOSSES = ["silence", "goodbye", "malformed", "restart"]
+LOSSES: list[str | LeaveCause] = ["silence", "malformed", "restart", *LeaveCause]
 
 
 @dataclass
@@ -342,14 +342,13 @@ class Walk:
                     self._part_dies(tried, part, excused=how == "silence")
         self._lose(worker_id, how)
 
-    def _lose(self, worker_id: str, how: str) -> None:
+    def _lose(self, worker_id: str, how: str | LeaveCause) -> None:
         if how == "silence":
             self._pass_time(2.5)
         elif how == "restart":
             self.do(self._join(worker_id))
         else:
-            cause = self.random.choice([LeaveCause.SHUTDOWN, LeaveCause.ROLE_SWITCH])
-            message = MessageError("bad") if how == "malformed" else Goodbye(self._generation(worker_id), "bye", cause)
+            message = MessageError("bad") if how == "malformed" else Goodbye(self._generation(worker_id), "bye", how)
             self.do(self.world.hear(worker_id, message))
 
     def time_passes(self) -> None:
@@ -470,7 +469,5 @@ def test_walks_reach_what_they_are_for():
     kinds = {EndReason.STOP, EndReason.LENGTH, RequestFailedError, OverloadedError, InvalidRequestError, type(None)}
     assert kinds - ends == set()
     assert modes == {(mode, is_first) for mode in (Mode.LOCAL, Mode.DISAGGREGATED) for is_first in (True, False)}
-    planned = {RetryReason.WORKER_STOPPED, RetryReason.ROLE_SWITCHED}
-    assert retries | planned == set(RetryReason)
-    assert retries & planned
+    assert retries == set(RetryReason)
     assert num_resumed >= 5, "requests that finish behind a lost attempt"
