@@ -23,8 +23,8 @@ def check_sampling_ids(request: GenerationRequest, num_ids: int) -> None:
 
 def sampling_for(
     request: GenerationRequest,
-    *,
     num_prompt: int,
+    *,
     max_model_len: int,
     default_max_tokens: int,
     seed: int,

@@ -128,7 +128,7 @@ class Service:
         return Call(
             shape=shape,
             model=self.check_model(request.model),
-            choices=_choices(request, mode, prompts, echoes, lambda prompt: sampling_of(num_prompt=len(prompt))),
+            choices=_choices(request, mode, prompts, echoes, sampling_of),
             rules=_text_rules(request),
             stream=(request.stream_options or StreamOptions()) if request.stream else None,
             started_at=started_at,
@@ -148,13 +148,13 @@ def _choices(
     mode: Mode | None,
     prompts: Sequence[tuple[int, ...]],
     echoes: Sequence[Echo | None],
-    sampling_of: Callable[[tuple[int, ...]], SamplingParams],
+    sampling_of: Callable[[int], SamplingParams],
 ) -> tuple[Choice, ...]:
-    """Those of each prompt in turn, numbered through."""
+    """Those of each prompt in turn, numbered through. `sampling_of` a prompt's number of tokens."""
     traits = Traits(request.cache_salt or "", request.priority, mode)
     choices: list[Choice] = []
     for prompt, echo in zip(prompts, echoes, strict=True):
-        sampling = sampling_of(prompt)
+        sampling = sampling_of(len(prompt))
         for choice_index in range(1 if request.use_beam_search else request.num_choices):
             drawn = structs.replace(sampling, choice_index=choice_index)
             choices.append(Choice(len(choices), prompt, drawn, traits, echo))
