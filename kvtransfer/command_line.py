@@ -17,6 +17,7 @@ from kvtransfer.errors import SettingsError
 from kvtransfer.settings import Option, Settings, options, quoted
 from kvtransfer.variables import ENV_PREFIX, KNOWN_VARIABLES
 
+_METAVARS: Final[Mapping[type, str]] = types.MappingProxyType({int: "N", float: "X", str: "TEXT", tuple: "TEXT[,TEXT]"})
 _Config = TypeVar("_Config", bound=Settings)
 
 
@@ -96,9 +97,6 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
     metavar = about.metavar or ("{" + ",".join(about.choices) + "}" if about.choices else _METAVARS[option.kind])
     action = "append" if option.kind is tuple else "store"
     group.add_argument(option.flag, dest=option.name, action=action, metavar=metavar, help=text)
-
-
-_METAVARS: Final[Mapping[type, str]] = types.MappingProxyType({int: "N", float: "X", str: "TEXT", tuple: "TEXT[,TEXT]"})
 
 
 def _flag_value(option: Option, given: Any) -> Any:

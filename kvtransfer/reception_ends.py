@@ -1,5 +1,5 @@
-"""How the transfers to a decode worker end: each once, with one word to the engine and one to every link that it is on.
-No socket, tensor or clock.
+"""How the transfers to a decode worker end: each once, with one word to the engine and at most one to each link
+that it is on. No socket, tensor or clock.
 
     arrived    all KV and the first token are in the pool    KvDone to all links
     aborted    the prefill worker has taken it back          KvRevoke to the links that did not say so

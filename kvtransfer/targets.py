@@ -2,8 +2,8 @@
 socket, tensor or clock; `now` is seconds, monotonic.
 
     unknown --dial--> dialled --KvWelcome--> welcome    a restart, a breach of the protocol or long idleness makes each
-                         |                              of them unknown again, and so does a Refused behind KvWelcome
-                         +-----Refused-----> refused
+                         |                              of them unknown again, and so does a Refused behind KvWelcome,
+                         +-----Refused-----> refused    or one with `again`, which means that it is worth another dial
 """
 
 import logging
@@ -121,6 +121,6 @@ class TargetBook:
         self._fail_all(name, reason)
 
     def hang_up_idle(self, idle_since: float, busy: AbstractSet[str]) -> None:
-        """Those that were not used since then, and have no transfer in `busy`."""
+        """Those that were not used since then and are not in `busy`: names of workers that a transfer goes to."""
         for name in [name for name, known in self._targets.items() if known.used_at < idle_since and name not in busy]:
             self.drop(name, "idle")
