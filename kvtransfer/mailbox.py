@@ -3,6 +3,7 @@
 import os
 import queue
 import select
+import threading
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -24,6 +25,8 @@ class Mailbox(Generic[Item]):
         self._poll.register(self._read_end, select.POLLIN)
         self._is_woken = False
         self._is_closed = False
+        # A wake-up after `close` might go into somebody else's file. Of a thread's own: a signal's handler may put too.
+        self._closing = threading.RLock()
 
     def fileno(self) -> int:
         return self._read_end
@@ -31,9 +34,8 @@ class Mailbox(Generic[Item]):
     def put(self, item: Item) -> None:
         """Adds an item and wakes the reader. Safe from any thread. Once it is closed nobody reads any more."""
         self._items.put(item)
-        if not self._is_woken and not self._is_closed:
-            self._is_woken = True  # before the write: the reader takes it back between swallowing and taking items
-            os.write(self._write_end, b"\0")
+        if not self._is_woken:
+            self._wake()
 
     @property
     def backlog(self) -> int:
@@ -60,10 +62,17 @@ class Mailbox(Generic[Item]):
 
     def close(self) -> None:
         """Gives the pipe back. What is inside can still be drained, without waiting."""
-        if not self._is_closed:
-            self._is_closed = True
-            os.close(self._read_end)
-            os.close(self._write_end)
+        with self._closing:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._read_end)
+                os.close(self._write_end)
+
+    def _wake(self) -> None:
+        with self._closing:
+            if not self._is_closed:
+                self._is_woken = True  # before the write: the reader takes it back between swallowing and taking items
+                os.write(self._write_end, b"\0")
 
     def _swallow_wakeups(self) -> None:
         try:

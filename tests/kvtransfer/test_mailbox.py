@@ -1,5 +1,6 @@
 """The queue between threads: nothing lost, nothing doubled, no wake-up missed."""
 
+import os
 import resource
 import select
 import threading
@@ -109,3 +110,22 @@ def test_a_process_with_many_open_files_can_wait():
         for box in boxes:
             box.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_closing_waits_for_a_wake_up_that_is_being_written(mailbox, monkeypatch):
+    """Or else it goes into whichever file gets the pipe's number next."""
+    written = []
+
+    def write(file, data):
+        closing = threading.Thread(target=mailbox.close)
+        closing.start()
+        closing.join(0.1)
+        os.fstat(file)  # it is there still
+        written.append(closing)
+
+    monkeypatch.setattr(os, "write", write)
+    mailbox.put("first")
+    written[0].join(5.0)
+    mailbox.put("second")
+    assert len(written) == 1
+    assert mailbox.drain() == ["first", "second"]
