@@ -112,7 +112,9 @@ class Invariants:
         where = (node.title, gateway, key)
         require(where not in self._ended, node.title, self.name(key), "spoke after its terminal word:", output)
         known = self._said.get(where, len(self._specs[key].output_token_ids))
-        require(output.start <= known, node.title, self.name(key), "skips output tokens from", known)
+        # Behind another introduction the gateway has given the attempt up; the engine is yet to hear of it.
+        is_current = self._taken.get(where) == node.links._links[gateway].introduction
+        require(output.start <= known or not is_current, node.title, self.name(key), "skips output tokens from", known)
         stop = output.start + len(output.token_ids)
         expected = self._answer(key)[output.start : stop]
         require(
