@@ -7,8 +7,9 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 # The server that `make bench-mixed` and `make bench-handoff` measure.
 URL ?= http://127.0.0.1:8000
-# How long `make simulate` goes on.
+# How long `make simulate` and `make soak` go on.
 SECONDS ?= 60
+soak: SECONDS = 600
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test simulate check kernels-aot bench-step bench-mixed bench-handoff bench-transfer bench-sharing faults fuzz soak venv fetch-model clean bench-kernels
@@ -59,7 +60,7 @@ fuzz: $(INSTALLED)  ## Look for messages that break something: other ones in eac
 	FUZZ_EXAMPLES=$(or $(FUZZ_EXAMPLES),3000) $(VENV)/bin/pytest -q tests/fuzz $(ARGS)
 
 soak: $(INSTALLED)  ## Random load beside random deaths for SECONDS=600; counts errors, wrong tokens and leaked blocks
-	$(VENV)/bin/python -m tests.soak --seconds $(or $(SECONDS),600) $(ARGS)
+	$(VENV)/bin/python -m tests.soak --seconds $(SECONDS) $(ARGS)
 
 venv: $(INSTALLED)  ## Make .venv with pinned dependencies
 

@@ -1,6 +1,7 @@
 """The documents say what is true of the code where a machine can tell."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,12 @@ def test_make_targets_in_the_readme_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE))
     assert {"serve", "test", "check"} <= named <= targets
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds"),
+    [(["soak"], 600), (["soak", "SECONDS=5"], 5), (["simulate"], 60), (["simulate", "SECONDS=7"], 7)],
+)
+def test_make_goes_on_for_as_long_as_its_help_says(arguments, seconds):
+    printed = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f" --seconds {seconds} " in printed
