@@ -7,9 +7,6 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 # The server that `make bench-mixed` and `make bench-handoff` measure.
 URL ?= http://127.0.0.1:8000
-# How long `make simulate` and `make soak` go on.
-SECONDS ?= 60
-soak: SECONDS = 600
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test simulate check kernels-aot bench-step bench-mixed bench-handoff bench-transfer bench-sharing faults fuzz soak venv fetch-model clean bench-kernels
@@ -24,7 +21,7 @@ test: $(INSTALLED) fetch-model  ## Run the whole suite; needs no GPU
 	$(VENV)/bin/pytest $(ARGS)
 
 simulate: $(INSTALLED)  ## Run the whole cluster in simulated time with fresh seeds, faults and all
-	$(VENV)/bin/python -m tests.simulation --seconds $(SECONDS) $(ARGS)
+	$(VENV)/bin/python -m tests.simulation --seconds $(or $(SECONDS),60) $(ARGS)
 
 check: $(INSTALLED)  ## Lint, format, types, import rules
 	$(VENV)/bin/ruff check .
@@ -60,7 +57,7 @@ fuzz: $(INSTALLED)  ## Look for messages that break something: other ones in eac
 	FUZZ_EXAMPLES=$(or $(FUZZ_EXAMPLES),3000) $(VENV)/bin/pytest -q tests/fuzz $(ARGS)
 
 soak: $(INSTALLED)  ## Random load beside random deaths for SECONDS=600; counts errors, wrong tokens and leaked blocks
-	$(VENV)/bin/python -m tests.soak --seconds $(SECONDS) $(ARGS)
+	$(VENV)/bin/python -m tests.soak --seconds $(or $(SECONDS),600) $(ARGS)
 
 venv: $(INSTALLED)  ## Make .venv with pinned dependencies
 
