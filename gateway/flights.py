@@ -7,7 +7,6 @@ that still has it. One that has lost an attempt and may have another waits here,
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from gateway.attempt import Attempt, Leg
 from gateway.backend import BackendError, OverloadedError, RequestFailedError
@@ -18,7 +17,7 @@ from gateway.modes import Mode
 from gateway.observer import Audience
 from gateway.router import InFlightBook, Route
 from gateway.worker import Worker
-from kvtransfer.line_budget import LineBudget
+from kvtransfer.line_budget import MAX_LOGGED_CHARS, LineBudget
 from kvtransfer.messages import (
     Cancel,
     EndReason,
@@ -32,9 +31,6 @@ from kvtransfer.messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-MAX_LOGGED_CHARS: Final = 400
-"""Of what a line says of a request: part of it may be a worker's words."""
 
 Send = Callable[[str, GatewayToWorker], bool]
 """Sends to a worker id; False if the worker is unknown or its queue is full."""

@@ -11,12 +11,10 @@ import logging
 from typing import Final
 
 from kvtransfer.complaints import Complaints
-from kvtransfer.line_budget import LineBudget
+from kvtransfer.line_budget import MAX_LOGGED_CHARS, LineBudget
 
 logger = logging.getLogger(__name__)
 
-MAX_LOGGED_CHARS: Final = 400
-"""Of a line, part of which may be a worker's words."""
 _OTHERS: Final = "(others)"  # no worker id may have parentheses
 
 

@@ -23,7 +23,7 @@ from kvtransfer.channel import ControlClient
 from kvtransfer.complaints import Complaints
 from kvtransfer.errors import MessageError
 from kvtransfer.gateway_link import GatewayLink, LinkState
-from kvtransfer.line_budget import LineBudget
+from kvtransfer.line_budget import MAX_LOGGED_CHARS, LineBudget
 from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import (
@@ -53,9 +53,6 @@ logger = logging.getLogger(__name__)
 
 MAX_PENDING_CANCELS = 4096
 """Cancellations that may wait for the engine beside the requests: a gateway says one for each request it has here."""
-
-MAX_LOGGED_CHARS = 400
-"""Of what a line says of a gateway: part of it may be the gateway's words."""
 
 
 @dataclass(frozen=True)

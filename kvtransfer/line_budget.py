@@ -12,6 +12,8 @@ from typing import Final, Generic, TypeVar
 
 NUM_LINES: Final = 10
 PERIOD_S: Final = 10.0
+MAX_LOGGED_CHARS: Final = 400
+"""Of a line or of what it tells, part of which may be the words of whoever is at the other end."""
 
 Kind = TypeVar("Kind", bound=Hashable)
 

@@ -5,8 +5,7 @@ import logging
 from gateway.backend import OverloadedError, RequestFailedError
 from gateway.cluster import ClusterSettings
 from gateway.dispatch import DispatchSettings
-from gateway.worker_lines import MAX_LOGGED_CHARS
-from kvtransfer.line_budget import NUM_LINES, PERIOD_S
+from kvtransfer.line_budget import MAX_LOGGED_CHARS, NUM_LINES, PERIOD_S
 from kvtransfer.messages import EndReason, Goodbye, LeaveCause
 from tests.gateway.cluster_world import hello, world
 from tests.gateway.test_dispatch import BOTH, in_loop, started
