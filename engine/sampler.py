@@ -134,11 +134,11 @@ class Sampler:
         if any(r.sampling.min_p > 0.0 for r in requests):
             weights = keep_min_p(weights, self._column([r.sampling.min_p for r in requests]))
         keys = [draw_key(self._memory(r).noise_key, len(r.output_token_ids)) for r in requests]
-        return self._kernels.race(weights, torch.tensor(keys).to(self._device).unsqueeze(1), greedy)
+        return self._kernels.race(weights, self._column(keys, torch.int64), greedy)
 
-    def _column(self, values: Sequence[float]) -> torch.Tensor:
-        """[R, 1] float64 on the device."""
-        return torch.tensor(values, dtype=torch.float64).to(self._device).unsqueeze(1)
+    def _column(self, values: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """[R, 1] on the device."""
+        return torch.tensor(values, dtype=dtype).to(self._device).unsqueeze(1)
 
     def _refuse_stuck(self, peaks: torch.Tensor, requests: Sequence[Request]) -> None:
         """Whoever has rules and no token left by them can't go on."""

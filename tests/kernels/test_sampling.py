@@ -143,12 +143,12 @@ def test_the_noise_is_splitmix64():
 
 
 def test_noise_fills_ten_bins_evenly_for_any_key_and_stays_off_the_ends():
-    noise = token_noise(torch.arange(20).unsqueeze(1), 5000)
+    noise = token_noise(torch.arange(2000).unsqueeze(1), 500)
     assert noise.min() > 0
     assert noise.max() < 1
-    for of_many_keys in (noise.flatten(), noise[:, 0], noise[:, 4999]):
-        counts = torch.histc(of_many_keys.float(), 10, 0.0, 1.0)
-        expected = len(of_many_keys) / 10
+    for some in (noise.flatten(), noise[0], noise[:, 0], noise[:, 499]):
+        counts = torch.histc(some.float(), 10, 0.0, 1.0)
+        expected = len(some) / 10
         assert ((counts - expected) ** 2 / expected).sum() < 27.88  # 9 degrees of freedom, p = 0.001
 
 

@@ -134,23 +134,26 @@ struct Race {
     double soonest = std::numeric_limits<double>::infinity();
     bool doubtful = false;
 
+    // Who arrives up to then may be the winner, or make it doubtful who is.
+    double horizon() const { return soonest * (1.0 + kNearTie); }
+
     void arrive(i64 place, double at) {
         if (at < soonest) {
             doubtful = soonest <= at * (1.0 + kNearTie);
             soonest = at, winner = place;
-        } else if (at <= soonest * (1.0 + kNearTie)) {
+        } else if (at <= horizon()) {
             doubtful = true;
         }
     }
 };
 
-// -log1p(-u) is at least u: whose u is not below soonest * weight can't win, and almost nobody needs a log.
+// -log1p(-u) is at least u: whose u is not below weight * horizon arrives behind it, and almost nobody needs a log.
 static inline __attribute__((always_inline)) void race8(std::uint64_t key, const i64* weights, i64 first, int wanted,
                                                          Race& race) {
     l8 whole = {};
     std::memcpy(&whole, weights + first, std::size_t(wanted) * sizeof(i64));
     const d8 weight = __builtin_convertvector(whole, d8), noise = noise8(key, first);
-    const l8 near = (l8)(noise < weight * (race.soonest * (1.0 + kDoubt + kNearTie)));
+    const l8 near = (l8)(noise < weight * race.horizon());
     alignas(64) i64 flags[8];
     std::memcpy(flags, &near, sizeof(flags));
     i64 any = 0;
