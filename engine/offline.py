@@ -34,7 +34,7 @@ from engine.errors import ArgumentTypeError, RejectedError, UsageError
 from engine.local_role import LocalRole
 from engine.local_scheduler import LocalLimits, LocalScheduler
 from engine.offline_config import OfflineConfig
-from engine.offline_jobs import Job, JobMaker, Prompt, type_name
+from engine.offline_jobs import Job, JobMaker, Prompt, type_name, without_array
 from engine.offline_output import CompletionOutput, RequestOutput
 from engine.offline_run import OfflineRun
 from engine.offline_sampling import SamplingParams
@@ -198,8 +198,7 @@ def _all_jobs(
 
 def _prompts(given: Any) -> Sequence[Prompt]:
     """One prompt, as text or token ids, as a list of one."""
-    if hasattr(given, "tolist"):  # an array or a tensor
-        given = given.tolist()
+    given = without_array(given)
     if isinstance(given, str):
         return [given]
     if not _is_list(given):

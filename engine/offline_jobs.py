@@ -65,16 +65,19 @@ class JobMaker:
         return Job(prompt, params, spec)
 
 
+def without_array(given: Any) -> Any:
+    """An array or a tensor as lists; anything else as it is."""
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
 def type_name(given: Any) -> str:
     """As errors name the type of what a program has given."""
     return type(given).__name__
 
 
 def _checked_ids(prompt: Any) -> list[int]:
-    if hasattr(prompt, "tolist"):  # an array or a tensor
-        prompt = prompt.tolist()
     try:
-        token_ids = msgspec.convert(prompt, list[int], strict=True)
+        token_ids = msgspec.convert(without_array(prompt), list[int], strict=True)
     except msgspec.ValidationError:
         raise ArgumentTypeError("prompt: must be text or a list of token ids") from None
     if len(token_ids) > MAX_PROMPT_TOKENS or any(not 0 <= token_id <= MAX_TOKEN_ID for token_id in token_ids):
