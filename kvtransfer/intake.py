@@ -70,10 +70,13 @@ class FrameIntake:
     def _is_credit_due(self, stream: IncomingStream) -> bool:
         """A quarter of the window is settled, and the sender may have to wait for it: not if all that is missing fits
         beside what it believes to be on its way. A word that nobody waits for still wakes two threads."""
-        start, stop = stream.heads
-        missing = stream.num_missing * 2 * (stop - start) * head_bytes(self._layout, self._layout.dtype)
         uncredited = stream.uncredited_bytes
-        return uncredited >= self._window_bytes // CREDITS_A_WINDOW and uncredited + missing > self._window_bytes
+        if uncredited < self._window_bytes // CREDITS_A_WINDOW:
+            return False
+        start, stop = stream.heads
+        # As it lies in the pool, which no format on the wire is larger than.
+        missing = stream.num_missing * 2 * (stop - start) * head_bytes(self._layout, self._layout.dtype)
+        return uncredited + missing > self._window_bytes
 
     def _take_intact(self, stream: IncomingStream, header: KvHeader, body: KvBody, verdict: Verdict) -> None:
         if verdict is Verdict.NEXT:
