@@ -29,6 +29,16 @@ class ClusterFlags:
     decode: Sequence[str] = ()
 
 
+def samples(http: httpx.Client, name: str, **labels: str) -> list[float]:
+    """The samples of /metrics that have these labels. `name` is without the prefix."""
+    return [
+        float(sample.value)
+        for family in text_string_to_metric_families(http.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == f"kvsplice:{name}" and labels.items() <= sample.labels.items()
+    ]
+
+
 class Cluster:
     """The processes, one a role, and what the gateway says of them on /health and /metrics."""
 
@@ -137,12 +147,7 @@ class Cluster:
 
     def gauge(self, name: str, **labels: str) -> float | None:
         """A sample of /metrics that has these labels, None if there is none. `name` is without the prefix."""
-        text = self.http.get("/metrics").text
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == f"kvsplice:{name}" and labels.items() <= sample.labels.items():
-                    return float(sample.value)
-        return None
+        return next(iter(samples(self.http, name, **labels)), None)
 
     def kv_usage(self, role: str) -> float | None:
         """Used part of the KV pool of a role's worker, by its last heartbeat; None while the gateway lacks it."""

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.e2e.client import body_of, complete, stream
-from tests.e2e.cluster import DECODE, MODEL_NAME, PREFILL, Cluster, ClusterFlags, running_cluster
+from tests.e2e.cluster import DECODE, MODEL_NAME, PREFILL, Cluster, ClusterFlags, running_cluster, samples
 from tests.e2e.conftest import PATIENT_GATEWAY, TINY_WORKERS
 from tests.e2e.processes import RoleProcess, wait_until
 from tests.e2e.streaming import PROMPT, Streaming
@@ -205,8 +205,7 @@ def assert_replicas_share_the_load(http: httpx.Client) -> None:
 
 def looked_up(http: httpx.Client) -> list[float]:
     """Prompt tokens that each worker has looked up in its cache."""
-    found = re.findall(r"^kvsplice:prefix_cache_queries_total\{[^}]*\} (\S+)$", http.get("/metrics").text, re.MULTILINE)
-    return [float(value) for value in found]
+    return samples(http, "prefix_cache_queries_total")
 
 
 def test_serve_without_prefill_workers(tiny_model, plain, tmp_path):

@@ -17,7 +17,7 @@ import pytest
 
 from launcher.keys import make_keys
 from tests.e2e.client import body_of, complete, stream
-from tests.e2e.cluster import MODEL_NAME, READY_WITHIN_S, free_ports
+from tests.e2e.cluster import MODEL_NAME, READY_WITHIN_S, free_ports, samples
 from tests.e2e.conftest import PATIENT_GATEWAY, TINY_WORKERS
 from tests.e2e.load import Call, Outcome, OutcomeKind, play, random_call, solo_answers
 from tests.e2e.processes import EXIT_WITHIN_S, RoleProcess, wait_until
@@ -88,8 +88,7 @@ class Switchable:
 
     def num_retries(self) -> float:
         """Attempts of requests that were followed by another one: what a hand-over leaves, however fast the stream."""
-        lines = self.http.get("/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith("kvsplice:request_retries_total{"))
+        return sum(samples(self.http, "request_retries_total"))
 
     def pools_are_empty(self) -> bool:
         held = [(item["kv_usage"], item["num_running"], item["num_waiting"]) for item in self.listed().values()]
