@@ -1,7 +1,9 @@
 """One try at a request: its workers, and what they have said so far."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
 
 from gateway.backend import BackendError, InvalidRequestError, OverloadedError, RequestFailedError
 from gateway.failover import RetryReason, SetbackError
@@ -27,7 +29,9 @@ from kvtransfer.messages import (
     TokenLogprob,
 )
 
-_PLANNED = {LeaveCause.SHUTDOWN: RetryReason.WORKER_STOPPED, LeaveCause.ROLE_SWITCH: RetryReason.ROLE_SWITCHED}
+_PLANNED: Final[Mapping[LeaveCause, RetryReason]] = MappingProxyType(
+    {LeaveCause.SHUTDOWN: RetryReason.WORKER_STOPPED, LeaveCause.ROLE_SWITCH: RetryReason.ROLE_SWITCHED}
+)
 _FINISHES = frozenset({EndReason.STOP, EndReason.LENGTH})
 
 

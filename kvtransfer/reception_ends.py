@@ -3,7 +3,7 @@ that it is on. No socket, tensor or clock.
 
     arrived    all KV and the first token are in the pool    KvDone to all links
     aborted    the prefill worker has taken it back          KvRevoke to the links that did not say so
-    failed     a breach, losses, or the lease ran out        KvRevoke to the links that did not bring it about
+    failed     a breach, losses, or the lease ran out        KvRevoke to all links, but one that has brought it about
     closed     the engine wants it no more                   KvRevoke to all links
 """
 
