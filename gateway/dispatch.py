@@ -38,7 +38,6 @@ from gateway.observer import Audience, DispatchObserver, KvHandover
 from gateway.placement import Placement
 from gateway.stream import TokenStream
 from gateway.worker import Worker
-from gateway.worker_lines import WorkerLines
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.link_name import worker_of
 from kvtransfer.messages import (
@@ -52,6 +51,7 @@ from kvtransfer.messages import (
     SamplingParams,
     WorkerToGateway,
 )
+from kvtransfer.worker_lines import WorkerLines
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class Dispatcher(Backend):
         self._clock = clock
         self._control: ControlLink | None = None
         self._has_reset = False
-        self._lines = WorkerLines(cluster.max_workers)
+        self._lines = WorkerLines(logger, cluster.max_workers)
         self._audience = Audience(observer)
         self._flights = Flights(self._send, self._audience, clock)
         self._placement = Placement(cluster, self._flights, settings.modes, self._drop, clock)

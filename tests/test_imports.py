@@ -77,6 +77,7 @@ PURE_FILES = (
     "kvtransfer/send_machine.py",
     "kvtransfer/stream.py",
     "kvtransfer/targets.py",
+    "kvtransfer/worker_lines.py",
     "engine/stopping.py",
     "engine/detokenizer.py",
     "engine/stops.py",
