@@ -7,7 +7,6 @@ A prefill worker hangs up a link that it has not used for a lease, so one that w
 import logging
 from collections.abc import Callable
 
-from kvtransfer.complaints import Complaints
 from kvtransfer.errors import LossError, MessageError, ProtocolError
 from kvtransfer.incoming import (
     HeadRange,
@@ -39,6 +38,7 @@ from kvtransfer.peers import PeerBook
 from kvtransfer.receive_commands import Close, Expect, Grant, ReceiveCommand, ReceiverLimits
 from kvtransfer.reception_ends import ReceptionEnds
 from kvtransfer.stream import IncomingStream
+from kvtransfer.worker_lines import WorkerLines
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,8 @@ class ReceiveMachine:
         self._book = IncomingBook()
         self._ends = ReceptionEnds(self._book, sink, send, report)
         self._peers = PeerBook(identity)
-        self._complaints = Complaints()
+        self._lines = WorkerLines(logger)
+        self._loss_lines = WorkerLines(logger, topic="KV lost on the way from it")
         self._next_sweep = 0.0
         self.num_dropped = 0
 
@@ -183,12 +184,12 @@ class ReceiveMachine:
     def _on_hello(self, link: bytes, hello: KvHello, now: float) -> None:
         fault = self._peers.introduce(link, hello, now)
         if fault is not None:
-            if self._complaints.is_news(link, fault, now):
-                logger.error("prefill worker %s refused: %s", hello.worker_id, fault)
+            line = f"prefill worker {hello.worker_id} refused: {fault}"
+            self._lines.say_of_stranger(logging.ERROR, hello.worker_id, line, now)
             self._send(link, Refused(fault[:MAX_TEXT_CHARS]))
             return
         self._end_former_transfers((hello.worker_id, hello.generation), link)
-        logger.info("prefill worker %s is connected", hello.worker_id)
+        self._lines.say(logging.INFO, hello.worker_id, f"prefill worker {hello.worker_id} is connected", now)
         self._send(link, KvWelcome(self._generation, wire_dtypes=(FP8,)))
 
     def _end_former_transfers(self, peer: PeerId, link: bytes) -> None:
@@ -205,7 +206,7 @@ class ReceiveMachine:
             try:
                 self._accept(transfer, link, heads, offer, now)
             except LossError as error:
-                self._lose(transfer, error)
+                self._lose(transfer, error, now)
         elif ended is ReceptionOutcome.ARRIVED:
             self._send(link, KvDone(*key))
         elif ended is not None:
@@ -252,7 +253,7 @@ class ReceiveMachine:
                 self._ends.note_frame(transfer.key, now)
                 self._intake.take(stream, message, body)
         except LossError as error:
-            self._lose(transfer, error)
+            self._lose(transfer, error, now)
 
     def _on_first_token(self, transfer: IncomingTransfer, stream: IncomingStream, message: KvFirstToken) -> None:
         for token_id in (message.token_id, *(drawn.token_id for drawn in message.siblings.values())):
@@ -262,9 +263,10 @@ class ReceiveMachine:
         if transfer.has_arrived:
             self._ends.arrived(transfer)
 
-    def _lose(self, transfer: IncomingTransfer, error: LossError) -> None:
+    def _lose(self, transfer: IncomingTransfer, error: LossError, now: float) -> None:
         """Losses beyond what is sent again cost the transfer; the link is as good as before."""
-        logger.error("KV of %s from %s: %s", transfer.key, transfer.peer[0], error)
+        line = f"KV of {transfer.key} from {transfer.peer[0]}: {error}"
+        self._loss_lines.say(logging.ERROR, transfer.peer[0], line, now)
         self._fail(transfer, str(error))
 
     def _fail(self, transfer: IncomingTransfer, reason: str, but: bytes | None = None) -> None:
@@ -273,15 +275,14 @@ class ReceiveMachine:
     def _drop_peer(self, link: bytes, reason: str, now: float) -> None:
         """A breach of protocol costs the sender its link, and the transfers on it; nobody else anything.
 
-        What was on its way behind the breach, and strangers' noise, is counted and not logged: a log has a ceiling.
+        What was on its way behind the breach, and strangers' noise, is counted and not logged.
         """
         peer = self._peers.forget(link)
         self._send(link, Refused("the link broke the protocol", again=True))
         if peer is None:
             self.num_dropped += 1
             return
-        if self._complaints.is_news(link, reason, now):
-            logger.error("KV peer %s broke the protocol: %s", peer[0], reason)
+        self._lines.say(logging.ERROR, peer[0], f"KV peer {peer[0]} broke the protocol: {reason}", now)
         for transfer in self._book:
             if transfer.peer == peer:
                 self._fail(transfer, "the prefill worker broke the protocol", but=link)
@@ -290,6 +291,8 @@ class ReceiveMachine:
         if now < self._next_sweep:
             return
         self._next_sweep = now + self.sweep_interval
+        self._lines.on_tick(now)
+        self._loss_lines.on_tick(now)
         self._peers.forget_idle(now - IDLE_LEASES * self._limits.lease, {transfer.peer for transfer in self._book})
         for transfer in self._book.silent_since(now - self._limits.lease):
             reason = f"nothing heard from the prefill worker for {self._limits.lease:g} s"

@@ -7,7 +7,6 @@ but one whose first token is known and of which nothing is heard for a lease has
 IDLE_KEEPALIVES keepalives is hung up, and a refusal at its handshake forgotten with it.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -30,8 +29,6 @@ from kvtransfer.messages import KvTraffic, Refused, RequestKey
 from kvtransfer.outgoing import OutgoingBook, OutgoingTransfer, Piece, TransferEnded, TransferOutcome, TransferTimes
 from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand, SenderTiming
 from kvtransfer.targets import KvOutlet, TargetBook
-
-logger = logging.getLogger(__name__)
 
 TURN_BYTES = 8 << 20
 PIECES_A_TURN = 64
@@ -155,17 +152,16 @@ class SendMachine:
         try:
             self._handle(name, message, now)
         except ProtocolError as error:
-            logger.error("decode worker %s broke the protocol, closing the link: %s", name, error)
-            self._peers.drop(name, "the decode worker broke the protocol")
+            self._peers.broke_off(name, error, now)
 
     def _handle(self, name: str, message: DecodeToPrefill | MessageError, now: float) -> None:
         match message:
             case MessageError():
                 raise message
             case KvWelcome():
-                self._peers.welcomed(name, message, self._frames.dtype_for(message))
+                self._peers.welcomed(name, message, self._frames.dtype_for(message), now)
             case Refused(reason, again):
-                self._peers.refused(name, reason, again=again)
+                self._peers.refused(name, reason, now, again=again)
             case KvGrant(request_id, attempt, first_token, window_bytes):
                 if transfer := self._heard_of(name, (request_id, attempt), now):
                     if wire_dtype := self._peers[name].wire_dtype:
@@ -258,6 +254,7 @@ class SendMachine:
         if now < self._next_keepalive:
             return
         self._next_keepalive = now + self._timing.keepalive
+        self._peers.on_tick(now)
         self._peers.hang_up_idle(now - IDLE_KEEPALIVES * self._timing.keepalive, set(self._peer_of.values()))
         self._end_the_silent(now)  # behind the former: the link still has to take the abort
         for transfer in self._book:

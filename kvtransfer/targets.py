@@ -12,10 +12,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtransfer.errors import SettingsError
+from kvtransfer.errors import ProtocolError, SettingsError
 from kvtransfer.kv_messages import KvHello, KvWelcome, PrefillToDecode
 from kvtransfer.layout import KvBody
 from kvtransfer.messages import DecodeTarget
+from kvtransfer.worker_lines import WorkerLines
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class TargetBook:
         self._outlet = outlet
         self._fail_all = fail_all
         self._targets: dict[str, LinkedTarget] = {}
+        self._lines = WorkerLines(logger)
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -82,7 +84,7 @@ class TargetBook:
         try:
             self._outlet.dial(target.worker_id, target.kv_endpoint)
         except SettingsError as error:
-            logger.error("decode worker %s: %s", target.worker_id, error)
+            self._lines.say(logging.ERROR, target.worker_id, f"decode worker {target.worker_id}: {error}", now)
             return "the decode worker's KV address cannot be dialled"
         self._outlet.send(target.worker_id, self._hello)
         self._targets[target.worker_id] = LinkedTarget(target, now)
@@ -94,31 +96,43 @@ class TargetBook:
         self._outlet.hang_up(name)
         del self._targets[name]
 
-    def welcomed(self, name: str, welcome: KvWelcome, wire_dtype: str | None) -> None:
+    def welcomed(self, name: str, welcome: KvWelcome, wire_dtype: str | None, now: float) -> None:
         """Behind the address may be another decode worker by now, which has no room reserved for what is meant for
         the one before. `wire_dtype`: what to pack KV into for the one that said `welcome`."""
         known = self._targets[name]
         if welcome.generation != known.target.generation:
-            logger.warning("decode worker %s is not the one that was meant: it was restarted", name)
+            line = f"decode worker {name} is not the one that was meant: it was restarted"
+            self._lines.say(logging.WARNING, name, line, now)
             self.drop(name, "the decode worker was restarted")
             return
         if known.is_welcome:
             return  # what was agreed on holds as long as the link
         known.is_welcome, known.wire_dtype = True, wire_dtype
-        logger.info("KV link to %s is up, in %s", name, wire_dtype or self._hello.layout.dtype)
+        line = f"KV link to {name} is up, in {wire_dtype or self._hello.layout.dtype}"
+        self._lines.say(logging.INFO, name, line, now)
 
-    def refused(self, name: str, reason: str, *, again: bool) -> None:
+    def refused(self, name: str, reason: str, now: float, *, again: bool) -> None:
         """At the handshake the first word holds; what follows answers what was sent behind KvHello. Later on, the
         other side has lost track of this link (it was cut, or its peer restarted): the next transfer dials anew."""
         known = self._targets[name]
         if known.refusal is not None:
             return
-        logger.error("decode worker %s refused our KV: %s", name, reason)
+        self._lines.say(logging.ERROR, name, f"decode worker {name} refused our KV: {reason}", now)
         if again or known.is_welcome:
             self.drop(name, reason)
             return
         known.refusal = reason
         self._fail_all(name, reason)
+
+    def broke_off(self, name: str, breach: ProtocolError, now: float) -> None:
+        """It has broken the protocol, which costs it the link."""
+        line = f"decode worker {name} broke the protocol, closing the link: {breach}"
+        self._lines.say(logging.ERROR, name, line, now)
+        self.drop(name, "the decode worker broke the protocol")
+
+    def on_tick(self, now: float) -> None:
+        """Tells the log what it was spared. To be called regularly."""
+        self._lines.on_tick(now)
 
     def hang_up_idle(self, idle_since: float, busy: AbstractSet[str]) -> None:
         """Those that were not used since then and are not in `busy`: names of workers that a transfer goes to."""

@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 
 from kvtransfer.channel import decode_from_decode, decode_from_prefill, encode
-from kvtransfer.complaints import MAX_SENDERS
 from kvtransfer.incoming import MAX_PARKED_OFFERS, MAX_REMEMBERED, KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.kv_messages import KvFirstToken, KvHeader, KvHello, KvOffer
 from kvtransfer.layout import KvBody
 from kvtransfer.messages import PROTOCOL_VERSION
 from kvtransfer.peers import MAX_PEERS
 from kvtransfer.receive_machine import Close, Expect, Grant, ReceiveMachine, ReceiverLimits
+from kvtransfer.worker_lines import MAX_NAMED
 from tests.fuzz.hostile import frame_of, tree_of
 from tests.kvtransfer.fake_pools import POISON, TOKEN_BYTES, HashPool, content
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
@@ -222,7 +222,8 @@ class ReceiveWorld:
         assert book.num_parked <= MAX_PARKED_OFFERS
         assert len(book._ended) <= MAX_REMEMBERED
         assert len(self.machine._peers) <= MAX_PEERS
-        assert len(self.machine._complaints._said) <= MAX_SENDERS
+        for lines in (self.machine._lines, self.machine._loss_lines):
+            assert len(lines._budget) <= MAX_NAMED + 1
         assert self.machine._ends._first_frame_at.keys() <= self.pool.tables.keys()
 
     def finish(self) -> None:

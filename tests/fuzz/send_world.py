@@ -18,6 +18,7 @@ from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SenderTiming
 from kvtransfer.send_machine import SendMachine
+from kvtransfer.worker_lines import MAX_NAMED
 from tests.fuzz.hostile import frame_of
 from tests.kvtransfer.fake_pools import TOKEN_BYTES, HashPool, content
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
@@ -176,6 +177,7 @@ class SendWorld:
         assert self.machine._peer_of.keys() == self.pool.tables.keys()
         assert set(self.machine._peers) == self.outlet.open
         assert len(self.machine._aborts) <= len(self.ends)
+        assert len(self.machine._peers._lines._budget) <= MAX_NAMED + 1
         for transfer in self.machine._book:
             assert (transfer.first_token or 0) <= transfer.num_tokens, transfer
             if self.opened[transfer.key] % NUM_PEERS == HONEST:
