@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from engine.request_book import QueueRules
+from engine.queue_rules import QueueRules
 from kvtransfer.addresses import check_endpoint
 from kvtransfer.errors import SettingsError
 from kvtransfer.faults import FaultPlan

@@ -31,8 +31,9 @@ from msgspec import structs
 
 from engine.block_pool import BlockPool, blocks_for
 from engine.chunk_budget import share_in_order
+from engine.queue_rules import QueueRules
 from engine.request import Outgoing, Request, RequestState, ScheduledRow, with_followers
-from engine.request_book import Command, Limits, QueueRules, RequestBook
+from engine.request_book import Command, Limits, RequestBook
 from engine.swap_space import SwapSpace
 from kvtransfer.messages import LifetimeEvent, Load, RequestEnd, RequestOutput, SwapLoad
 

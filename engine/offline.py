@@ -39,7 +39,7 @@ from engine.offline_output import CompletionOutput, RequestOutput
 from engine.offline_run import OfflineRun
 from engine.offline_sampling import SamplingParams
 from engine.offline_tokenizer import Message, OfflineTokenizer
-from engine.request_book import QueueRules
+from engine.queue_rules import QueueRules
 from launcher.default_model import resolve_model
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]

@@ -13,11 +13,11 @@ import abc
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from engine.block_moves import BlockMove
 from engine.block_pool import BlockPool
+from engine.queue_rules import QueueRules
 from engine.request import Outgoing, Request, RequestState, RowLogprobs, ScheduledRow, StepResult
 from engine.request_blocks import RequestBlocks
 from engine.stopping import finish_reason
@@ -50,15 +50,6 @@ Command = TypeVar("Command")
 Limits = TypeVar("Limits", bound=BookLimits)
 Place = tuple[int, int]
 """Where a request stands among others: the smaller, the sooner."""
-
-
-@dataclass(frozen=True)
-class QueueRules:
-    """Requests that may wait; whether blocks are shared by what they hold; whether `priority` goes before arrival."""
-
-    max_waiting: int
-    share_prefixes: bool = True
-    by_priority: bool = False
 
 
 class RequestBook(abc.ABC, Generic[Job, Command, Limits]):

@@ -57,6 +57,7 @@ PURE_FILES = (
     "engine/growing_book.py",
     "engine/request_blocks.py",
     "engine/request_book.py",
+    "engine/queue_rules.py",
     "kvtransfer/complaints.py",
     "kvtransfer/gateway_link.py",
     "kvtransfer/handshakes.py",

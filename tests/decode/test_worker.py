@@ -10,8 +10,8 @@ from decode.worker import DecodeRole, PoolSink
 from engine.block_pool import BlockPool
 from engine.buffers import as_bytes
 from engine.kv_cache import KvCache
+from engine.queue_rules import QueueRules
 from engine.request import StepResult
-from engine.request_book import QueueRules
 from kernels.reference import ReferenceKernels
 from kvtransfer.faults import unwatched
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome

@@ -11,8 +11,8 @@ from pathlib import Path
 from decode.scheduler import DecodeJob, DecodeLimits, DecodeScheduler
 from engine.block_mover import HostBlocks
 from engine.block_pool import BlockPool
+from engine.queue_rules import QueueRules
 from engine.request import RequestState
-from engine.request_book import QueueRules
 from engine.swap_space import SwapSpace
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.messages import DecodeTarget, Load, RequestSpec

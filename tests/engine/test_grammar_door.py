@@ -9,7 +9,7 @@ from decode.worker import DecodeRole
 from engine.errors import RejectedError
 from engine.grammar_door import MAX_AT_DOOR, GrammarDoor
 from engine.grammars import Grammars
-from engine.request_book import QueueRules
+from engine.queue_rules import QueueRules
 from engine.token_masks import TokenMasks
 from grammar.child import Child, ChildLostError, Death
 from kvtransfer.messages import Cancel, DecodeRequest, EndReason, Grammar, Sibling

@@ -9,8 +9,8 @@ from engine.assembly import Engine, assemble
 from engine.block_mover import HostBlocks
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
+from engine.queue_rules import QueueRules
 from engine.request import RequestState
-from engine.request_book import QueueRules
 from engine.swap_space import SwapSpace
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.messages import DecodeTarget, Drawn, EndReason, Load, RequestSpec

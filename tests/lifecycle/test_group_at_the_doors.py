@@ -9,7 +9,7 @@ from decode.scheduler import DecodeLimits, DecodeScheduler
 from decode.worker import DecodeRole
 from engine.grammar_door import GrammarDoor
 from engine.grammars import Grammars
-from engine.request_book import QueueRules
+from engine.queue_rules import QueueRules
 from engine.token_masks import TokenMasks
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.messages import Cancel, DecodeRequest, EndReason, PrefillRequest, PrefillSource, Sibling

@@ -7,8 +7,8 @@ import torch
 
 from engine.block_pool import BlockPool
 from engine.kv_cache import KvCache
+from engine.queue_rules import QueueRules
 from engine.request import StepResult
-from engine.request_book import QueueRules
 from kernels.reference import ReferenceKernels
 from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
 from kvtransfer.messages import (

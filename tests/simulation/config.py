@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.request_book import QueueRules
+from engine.queue_rules import QueueRules
 
 LOSSY_KEEPALIVE_S = 1.0
 
