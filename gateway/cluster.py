@@ -25,13 +25,13 @@ from msgspec import structs
 
 from gateway.backend import ClusterStatus
 from gateway.handshake import identity_fault, peer_fault, vocabulary_fault
+from gateway.reactions import Departure, Reaction, Tick
 from gateway.retired import RetiredStarts
 from gateway.worker import Worker
 from kvtransfer.errors import IdentityError, MessageError, SettingsError
 from kvtransfer.link_name import worker_of
 from kvtransfer.messages import (
     GatewayBeat,
-    GatewayToWorker,
     Goodbye,
     Heartbeat,
     Hello,
@@ -39,7 +39,6 @@ from kvtransfer.messages import (
     Refused,
     Reintroduce,
     RequestMessage,
-    RequestOutput,
     Role,
     StepOutput,
     Welcome,
@@ -64,35 +63,6 @@ class ClusterSettings:
         for name in ("dead_after_s", "stalled_after_s", "beat_interval_s", "max_workers"):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{name} must be positive, not {getattr(self, name)}")
-
-
-@dataclass(frozen=True)
-class Departure:
-    """A worker is no longer live: whatever it had of ours is lost, or with a `cause` that was planned left to us."""
-
-    worker: Worker
-    reason: str
-    cause: LeaveCause = LeaveCause.FAILURE
-
-
-@dataclass(frozen=True)
-class Reaction:
-    """What a message led to. `outputs` come from `worker`, whose generation has been checked."""
-
-    reply: GatewayToWorker | None = None
-    departed: Departure | None = None
-    joined: Worker | None = None
-    worker: Worker | None = None
-    outputs: tuple[RequestOutput, ...] = ()
-
-
-@dataclass(frozen=True)
-class Tick:
-    """What the passing of time led to. `beat_to`: ids of the workers that are due a GatewayBeat."""
-
-    departed: tuple[Departure, ...]
-    stalled: tuple[Worker, ...]
-    beat_to: tuple[str, ...]
 
 
 class Cluster:

@@ -22,12 +22,11 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol
 
 from gateway.administration import Administrator
 from gateway.admission import check_request
 from gateway.backend import Backend, ClusterStatus, OverloadedError, TokenDelta, Traits, UnavailableError
-from gateway.cluster import Cluster, Departure
+from gateway.cluster import Cluster
 from gateway.failover import Failover, FailoverSettings
 from gateway.flight import Deadlines, Flight
 from gateway.flights import Flights
@@ -36,15 +35,16 @@ from gateway.held_prefixes import BlockChain
 from gateway.modes import Mode, ModeRules
 from gateway.observer import Audience, DispatchObserver, KvHandover
 from gateway.placement import Placement
+from gateway.reactions import Departure
 from gateway.stream import TokenStream
 from gateway.worker import Worker
+from gateway.worker_outlet import ControlLink, WorkerOutlet
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.link_name import worker_of
 from kvtransfer.messages import (
     EndReason,
     GatewayToWorker,
     Refused,
-    RequestMessage,
     RequestOutput,
     ResetPrefixCache,
     Role,
@@ -54,18 +54,6 @@ from kvtransfer.messages import (
 from kvtransfer.worker_lines import WorkerLines
 
 logger = logging.getLogger(__name__)
-
-
-class ControlLink(Protocol):
-    """The gateway's end of the control channel."""
-
-    async def receive(self) -> tuple[str, WorkerToGateway | MessageError]:
-        """The next message with the name of the connection it came on, or what was wrong with it."""
-        ...
-
-    def send(self, name: str, message: GatewayToWorker) -> bool:
-        """False if there is no connection of this name or its queue is full."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -100,13 +88,13 @@ class Dispatcher(Backend):
         self._cluster = cluster
         self._settings = settings
         self._clock = clock
-        self._control: ControlLink | None = None
+        self._outlet = WorkerOutlet(cluster)
         self._has_reset = False
         self._lines = WorkerLines(logger, cluster.max_workers)
         self._audience = Audience(observer)
-        self._flights = Flights(self._send, self._audience, clock)
+        self._flights = Flights(self._outlet.send, self._audience, clock)
         self._placement = Placement(cluster, self._flights, settings.modes, self._drop, clock)
-        self.administrator = Administrator(cluster, self._send, clock)
+        self.administrator = Administrator(cluster, self._outlet.send, clock)
 
     # --- towards HTTP --------------------------------------------------------------------------------
 
@@ -137,7 +125,7 @@ class Dispatcher(Backend):
         return frozenset(worker.worker_id for role in Role for worker in self._cluster.capable(role, now))
 
     def status(self, mode: Mode | None = None) -> ClusterStatus:
-        if self._control is None:
+        if not self._outlet.is_open:
             return ClusterStatus(ready=False, reasons=("the gateway's control loop does not run",), max_model_len=None)
         return self._cluster.status(self._clock(), (mode or self._settings.modes.default).needs)
 
@@ -169,7 +157,7 @@ class Dispatcher(Backend):
     def reset_prefix_cache(self) -> None:
         self._has_reset = True
         self._flights.held.forget_all()
-        told = [self._send(worker.worker_id, ResetPrefixCache()) for worker in self.workers]
+        told = [self._outlet.send(worker.worker_id, ResetPrefixCache()) for worker in self.workers]
         if not all(told):
             raise UnavailableError("a worker could not be told")
 
@@ -206,15 +194,14 @@ class Dispatcher(Backend):
 
     async def run(self, control: ControlLink) -> None:
         """Serves until cancelled; raises if a loop dies. Requests still in flight then fail."""
-        assert self._control is None, "this dispatcher runs already"
-        self._control = control
+        self._outlet.open(control)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._receive_loop(control), name="control-receive")
                 tasks.create_task(self._tick_loop(), name="control-tick")
         finally:
             self._flights.end_all(UnavailableError("the gateway is stopping"))
-            self._control = None
+            self._outlet.close()
 
     async def _receive_loop(self, control: ControlLink) -> None:
         while True:
@@ -237,7 +224,7 @@ class Dispatcher(Backend):
         for worker in tick.stalled:
             self._on_worker_change(worker, "has stalled")
         for worker_id in tick.beat_to:
-            self._send(worker_id, self._cluster.beat_to(worker_id))
+            self._outlet.send(worker_id, self._cluster.beat_to(worker_id))
         self._flights.on_tick(now)
         self._lines.on_tick(now)
         self._placement.place_waiting()
@@ -262,7 +249,7 @@ class Dispatcher(Backend):
         if reaction.joined is not None:
             self._lines.say_joined(reaction.joined.worker_id, f"{_name(reaction.joined)} joined", self._clock())
             if self._has_reset:  # it may have been away, with its cache, when the others were told
-                self._send(reaction.joined.worker_id, ResetPrefixCache())
+                self._outlet.send(reaction.joined.worker_id, ResetPrefixCache())
         if reaction.worker is not None:
             for output in reaction.outputs:
                 self._on_output(reaction.worker, output)
@@ -273,11 +260,9 @@ class Dispatcher(Backend):
         self._flights.on_output(worker, output)
 
     def _reply(self, sender: str, reply: GatewayToWorker) -> None:
-        """On the connection that was spoken on, whoever is live under that worker id."""
         if isinstance(reply, Refused):
             self._lines.say_refused(worker_of(sender), reply.reason, self._clock())
-        if self._control is not None:
-            self._control.send(sender, reply)
+        self._outlet.reply(sender, reply)
 
     def _drop(self, worker_id: str, reason: str) -> None:
         """Gives a worker up, if it is live."""
@@ -290,19 +275,6 @@ class Dispatcher(Backend):
 
     def _on_worker_change(self, worker: Worker, what: str) -> None:
         self._lines.say(logging.WARNING, worker.worker_id, f"{_name(worker)} {what}", self._clock())
-
-    def _send(self, worker_id: str, message: GatewayToWorker) -> bool:
-        """Numbers what a live worker must not miss; one that isn't live gets none of it."""
-        link = self._cluster.link_to(worker_id)
-        if self._control is None or link is None:
-            return False
-        if not isinstance(message, RequestMessage):
-            return self._control.send(link, message)
-        numbered = self._cluster.numbered(worker_id, message)
-        if numbered is None or not self._control.send(link, numbered):
-            return False
-        self._cluster.note_sent(worker_id)
-        return True
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the books agree with each other and with who is live."""

@@ -114,7 +114,7 @@ IN_GATEWAY = (
     Mutation(
         "message-not-counted",
         "the gateway repeats the number of a message",
-        "gateway.dispatch:Dispatcher._send",
+        "gateway.worker_outlet:WorkerOutlet.send",
         "self._cluster.note_sent(worker_id)",
         "pass",
     ),
