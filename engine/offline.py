@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from tqdm import tqdm
 
@@ -33,7 +33,7 @@ from engine.deferred_interrupt import interrupt_deferred
 from engine.errors import ArgumentTypeError, RejectedError, UsageError
 from engine.local_role import LocalRole
 from engine.local_scheduler import LocalLimits, LocalScheduler
-from engine.offline_config import OfflineConfig
+from engine.offline_config import OfflineConfig, called_by_keyword
 from engine.offline_jobs import Job, JobMaker, Prompt, type_name, without_array
 from engine.offline_output import CompletionOutput, RequestOutput
 from engine.offline_run import OfflineRun
@@ -70,11 +70,22 @@ class LLM:
         """
         if not isinstance(model, str | Path):
             raise ArgumentTypeError(f"model: must be a name or a folder, not {type_name(model)}")
-        self.config = OfflineConfig(model=str(model), default_seed=seed, **settings)
-        folder = resolve_model(self.config.model)
+        with called_by_keyword():
+            self._set_up(OfflineConfig(model=str(model), default_seed=seed, **settings))
+
+    @classmethod
+    def of(cls, config: OfflineConfig) -> Self:
+        """For a program whose own settings are flags: errors call them so."""
+        llm = cls.__new__(cls)
+        llm._set_up(config)
+        return llm
+
+    def _set_up(self, config: OfflineConfig) -> None:
+        self.config = config
+        folder = resolve_model(config.model)
         self._tokenizer = OfflineTokenizer.load(folder)
-        self._loaded: _Loaded | None = _load(self.config, folder)
-        self._jobs = JobMaker(self._tokenizer, self._loaded.role.check, self.max_model_len, seed)
+        self._loaded: _Loaded | None = _load(config, folder)
+        self._jobs = JobMaker(self._tokenizer, self._loaded.role.check, self.max_model_len, config.default_seed)
         self._is_busy = False
 
     @property

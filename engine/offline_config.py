@@ -1,9 +1,14 @@
-"""Settings of an engine that runs in the caller's own process."""
+"""Settings of an engine that runs in the caller's own process. Whoever gives them, as flags or as keywords of an `LLM`,
+is told in his own words what is wrong with them."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.errors import EngineError
 from kvtransfer.errors import SettingsError
 from kvtransfer.settings import Option, ProcessSettings, Settings, like, options, setting
 
@@ -53,10 +58,32 @@ class OfflineConfig(Settings):
         return self.max_num_seqs + self.max_num_batched_tokens
 
 
+@contextmanager
+def called_by_keyword() -> Iterator[None]:
+    """What is raised meanwhile calls settings as a program does, `max_model_len`, and not as flags and variables."""
+    try:
+        yield
+    except (SettingsError, EngineError) as error:
+        error.args = (_by_keyword(str(error)),)
+        raise
+
+
+def _by_keyword(message: str) -> str:
+    for option in options(OfflineConfig):
+        # Not where it stands in a path or in quotes: that is a value.
+        label = rf"(?<!\S){option.flag}( \({option.variable}\))?(?![\w-])"
+        message = re.sub(label, _keyword(option), message)
+    return message
+
+
+def _keyword(option: Option) -> str:
+    return option.about.flag or option.name
+
+
 def _check_type(option: Option, value: Any) -> None:
     """Raises SettingsError. A whole number is as good as a number with a point, and True is no number."""
     if value is None and option.optional:
         return
     kinds = (int, float) if option.kind is float else (option.kind,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and option.kind is not bool):
-        raise SettingsError(f"{option.name} must be of type {option.kind.__name__}, not {type(value).__name__}")
+        raise SettingsError(f"{_keyword(option)} must be of type {option.kind.__name__}, not {type(value).__name__}")

@@ -42,7 +42,7 @@ def generate(config: GenerateConfig) -> int:
             _say(f"all {num_lines} lines are done")
             return 0
         digests.look()
-        with LLM(**engine_settings(config, digests.folder)) as llm:
+        with LLM.of(engine_config(config, digests.folder)) as llm:
             digests.check_loaded(llm.weights_digest)
             todo = Todo(source, defaults, results, digests, llm)
             todo.check_all()
@@ -57,10 +57,11 @@ def defaults_of(config: GenerateConfig) -> LineDefaults:
     return LineDefaults(config.sampling, config.base_seed, engine)
 
 
-def engine_settings(config: GenerateConfig, folder: Path) -> dict[str, Any]:
+def engine_config(config: GenerateConfig, folder: Path) -> OfflineConfig:
     """What an LLM takes, of the checkpoint in `folder`; seeds come with the lines."""
     names = {option.name for option in options(OfflineConfig)} - {"default_seed", "model"}
-    return {name: getattr(config, name) for name in names} | {"model": folder}
+    values: dict[str, Any] = {name: getattr(config, name) for name in names}
+    return OfflineConfig(model=str(folder), **values)
 
 
 def check_lines(source: IO[bytes], defaults: LineDefaults, results: ResultSink, digests: ResultDigests) -> int:

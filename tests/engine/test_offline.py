@@ -4,13 +4,17 @@ import itertools
 import signal
 
 import pytest
+import torch
 
-from engine.errors import ArgumentTypeError, RejectedError, UsageError
+from engine.errors import ArgumentTypeError, CapacityError, DeviceError, RejectedError, UsageError
+from engine.loading import blocks_in
 from engine.offline import AHEAD, LLM, SamplingParams
+from engine.offline_config import OfflineConfig, called_by_keyword
 from kvtransfer import messages
 from kvtransfer.errors import SettingsError
 from tests.colocated import Colocated
 from tests.e2e.reference import ReferenceModel
+from tests.kvtransfer.samples import LAYOUT
 from tests.tiny_models import save_tiny_model
 
 SETTINGS = {"dtype": "float32", "device": "cpu", "kv_cache_gib": 0.01}
@@ -315,18 +319,43 @@ def test_nothing_to_do_is_done(llm):
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
-        ({"block_size": 0}, SettingsError, "at least 1"),
-        ({"block_size": "16"}, SettingsError, "block_size must be of type int, not str"),
-        ({"max_num_seqs": True}, SettingsError, "max_num_seqs must be of type int, not bool"),
-        ({"dtype": "int8"}, SettingsError, "must be one of"),
-        ({"max_model_len": 10**6}, SettingsError, "more than the model's"),
+        ({"block_size": 0}, SettingsError, "^block_size must be at least 1, not 0$"),
+        ({"block_size": "16"}, SettingsError, "^block_size must be of type int, not str$"),
+        ({"max_num_seqs": True}, SettingsError, "^max_num_seqs must be of type int, not bool$"),
+        ({"max_num_batched_tokens": 0}, SettingsError, "^max_num_batched_tokens must be at least 1, not 0$"),
+        ({"gpu_memory_utilization": 1.5}, SettingsError, "^gpu_memory_utilization must be at most 1"),
+        ({"kv_cache_gib": float("nan")}, SettingsError, "^kv_cache_gib must be finite, not nan$"),
+        ({"dtype": "int8"}, SettingsError, "^dtype must be one of .*, not 'int8'$"),
+        ({"kv_cache_dtype": "--dtype"}, SettingsError, "^kv_cache_dtype must be one of .*, not '--dtype'$"),
+        ({"model": ""}, SettingsError, "^model must not be empty$"),
+        ({"model": "/nowhere/--model"}, SettingsError, "^model: there is no folder /nowhere/--model$"),
+        ({"seed": 1 << 64}, SettingsError, "^seed must be at most "),
+        ({"seed": 0.5}, SettingsError, "^seed must be of type int, not float$"),
+        ({"max_model_len": 10**6}, SettingsError, "^max_model_len 1000000 is more than the model's"),
         ({"bloc_size": 16}, TypeError, "unexpected keyword argument 'bloc_size'"),
         ({"gateway": ("tcp://127.0.0.1:1",)}, TypeError, "unexpected keyword argument 'gateway'"),
     ],
 )
 def test_settings_that_are_wrong(folder, settings, error, says):
     with pytest.raises(error, match=says):
-        LLM(folder, **settings)
+        LLM(**{"model": folder, "device": "cpu", **settings})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_there_is_called_by_its_keyword(folder):
+    with pytest.raises(DeviceError, match=r"^device cuda: "):
+        LLM(folder, device="cuda")
+
+
+def test_advice_is_about_keywords():
+    says = r"lower max_model_len or raise kv_cache_gib \(CPU\) or gpu_memory_utilization \(GPU\)$"
+    with pytest.raises(CapacityError, match=says), called_by_keyword():
+        blocks_in(0, LAYOUT, 64)
+
+
+def test_settings_that_come_from_flags_are_called_so(folder):
+    with pytest.raises(SettingsError, match=r"^--max-model-len 1000000 is more than"):
+        LLM.of(OfflineConfig(model=str(folder), device="cpu", max_model_len=10**6))
 
 
 def test_a_closed_one_says_so(folder):

@@ -61,11 +61,13 @@ CHANGES = [World.change_tokenizer, World.change_weight]
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_while_the_model_is_loaded_ends_the_run(world, monkeypatch, change):
-    def load(**settings) -> LLM:
-        change(world)
-        return LLM(**settings)
+    of = LLM.of
 
-    monkeypatch.setattr(run, "LLM", load)
+    def load(config) -> LLM:
+        change(world)
+        return of(config)
+
+    monkeypatch.setattr(LLM, "of", load)
     with pytest.raises(ModelError, match="has changed while it was loaded"):
         world.generate()
     assert world.output.read_bytes() == b""

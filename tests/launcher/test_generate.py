@@ -239,3 +239,10 @@ def test_settings_that_are_wrong(folder, flags, says):
     code, _, err = run(folder, *flags)
     assert code == 2
     assert says in err.splitlines()[-1]
+
+
+def test_what_the_model_does_not_allow_is_said_of_the_flag(folder, tmp_path):
+    source = write_prompts(tmp_path / "in", [{"prompt": "a"}])
+    code, _, err = run(folder, "--input", source, "--output", tmp_path / "out", "--max-model-len", "1000000")
+    assert code == 2
+    assert "error: --max-model-len 1000000 is more than the model's" in err.splitlines()[-1]
