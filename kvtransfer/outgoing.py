@@ -162,10 +162,9 @@ class OutgoingTransfer:
     def mark_ready(self, layer: int, stop: int) -> None:
         """KV of tokens [0, stop) of `layer` is in the pool."""
         assert self._ready[layer] <= stop <= self.num_tokens, (self._ready[layer], stop, self.num_tokens)
-        was_waiting = self._is_waiting(layer)
-        self._ready[layer] = stop
-        if self.first_token is not None and self._is_waiting(layer) and not was_waiting:
+        if self.first_token is not None and self._ready[layer] <= self._shipped[layer] < stop:
             heapq.heappush(self._waiting, (self._shipped[layer], layer))
+        self._ready[layer] = stop
 
     def _is_waiting(self, layer: int) -> bool:
         return self._shipped[layer] < self._ready[layer]

@@ -81,7 +81,7 @@ SECOND_LINES = (
         "resend-number-not-compared",
         "what was sent before the question is taken for the answer (its tokens tell; it costs repetitions only)",
         "kvtransfer.stream:IncomingStream._judge_layer",
-        "if header.resend < layer.resend:",
+        "if header.resend < resend:",
         "if False:",
     ),
     Mutation(
