@@ -16,18 +16,20 @@ from engine.grammar_door import GrammarDoor
 from engine.startup import failures_in_one_line
 from engine.swap_space import SwapSpace
 from kvtransfer.addresses import endpoint
-from kvtransfer.channel import ControlClient, KvListener, endpoint_port
+from kvtransfer.channel import ControlClient
 from kvtransfer.command_line import parse
 from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.curve import CurveKeys, load_keys
 from kvtransfer.faults import witness_of
 from kvtransfer.intake import KvSink
+from kvtransfer.kv_channel import KvListener
 from kvtransfer.logs import configure_logging
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Role
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.signals import exit_on_signals, run_and_leave
+from kvtransfer.sockets import endpoint_port
 from kvtransfer.steady_memory import settle_memory
 from kvtransfer.worker import Wake, Worker, WorkerEvent, stop_on_signals
 from launcher.default_model import resolve_model

@@ -20,8 +20,8 @@ from engine.buffers import as_bytes, from_bytes
 from engine.kv_cache import dtype_named
 from experiments.transfer_ends import DECODE, PREFILL, ROUND_SECONDS, BenchError
 from experiments.transfer_load import HEADER_BYTES, Load, LoadPool
-from kvtransfer.channel import KV_HWM
 from kvtransfer.curve import CurveKeys, be_client
+from kvtransfer.kv_channel import KV_HWM
 from kvtransfer.outgoing import Piece
 
 _HEADER: Final = bytes(HEADER_BYTES)

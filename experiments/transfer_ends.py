@@ -11,10 +11,10 @@ from typing import Any, Final, Protocol
 from engine.buffers import from_bytes
 from engine.kv_cache import dtype_named
 from experiments.transfer_load import Load, LoadPool
-from kvtransfer.channel import KvListener
 from kvtransfer.curve import CurveKeys
 from kvtransfer.frames import FrameOptions
 from kvtransfer.incoming import KvOffered, ReceptionOutcome
+from kvtransfer.kv_channel import KvListener
 from kvtransfer.kv_messages import KvHeader, KvHello
 from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox

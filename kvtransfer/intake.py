@@ -45,7 +45,7 @@ class FrameIntake:
     """Takes frames for a pool of `layout`. `window_bytes`: how much the sender may have on its way uncredited."""
 
     def __init__(
-        self, layout: KvLayout, sink: KvSink, window_bytes: int, send: Callable[[bytes, DecodeToPrefill], bool]
+        self, layout: KvLayout, sink: KvSink, window_bytes: int, send: Callable[[bytes, DecodeToPrefill], None]
     ) -> None:
         self._layout = layout
         self._sink = sink
@@ -116,5 +116,5 @@ class FrameIntake:
             self._send(stream.link, resend)
 
     def credit(self, stream: IncomingStream) -> None:
-        if self._send(stream.link, KvCredit(*stream.key, settled_bytes=stream.settled_bytes)):
-            stream.credited_bytes = stream.settled_bytes
+        self._send(stream.link, KvCredit(*stream.key, settled_bytes=stream.settled_bytes))
+        stream.credited_bytes = stream.settled_bytes

@@ -34,6 +34,9 @@ from kvtransfer.messages import (
 MAX_BODY_BYTES = 1 << 20
 """Upper bound of one K or V frame, bytes: larger frames slow CURVE down without helping a clear link."""
 MAX_WIRE_DTYPES = 8
+MAX_WORDS = 64
+"""Messages in one frame: one as it is, several as an array, in the order in which they were said."""
+_SEVERAL: Final = msgspec.Meta(min_length=1, max_length=MAX_WORDS)
 
 
 # --- prefill -> decode -----------------------------------------------------------------------------
@@ -183,5 +186,9 @@ class KvRevoke(Message, frozen=True):
 PrefillToDecode = KvHello | KvOffer | KvHeader | KvFirstToken | KvAbort
 DecodeToPrefill = KvWelcome | Refused | KvGrant | KvCredit | KvResend | KvDone | KvRevoke
 
-decode_from_prefill: Final[Decoder[PrefillToDecode]] = Decoder(PrefillToDecode)
-decode_from_decode: Final[Decoder[DecodeToPrefill]] = Decoder(DecodeToPrefill)
+decode_from_prefill: Final[Decoder[PrefillToDecode | list[PrefillToDecode]]] = Decoder(
+    PrefillToDecode | Annotated[list[PrefillToDecode], _SEVERAL]
+)
+decode_from_decode: Final[Decoder[DecodeToPrefill | list[DecodeToPrefill]]] = Decoder(
+    DecodeToPrefill | Annotated[list[DecodeToPrefill], _SEVERAL]
+)

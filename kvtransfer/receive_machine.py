@@ -58,7 +58,7 @@ class ReceiveMachine:
         generation: str,
         sink: KvSink,
         limits: ReceiverLimits,
-        send: Callable[[bytes, DecodeToPrefill], bool],
+        send: Callable[[bytes, DecodeToPrefill], None],
         report: Callable[[KvOffered | ReceptionEnded], None],
     ) -> None:
         self._vocab_size, self._layout = identity[0].vocab_size, identity[1]

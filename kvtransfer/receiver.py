@@ -15,15 +15,16 @@ import threading
 import time
 from typing import Any
 
-from kvtransfer.channel import KvListener
 from kvtransfer.incoming import PeerId
 from kvtransfer.intake import IntakeCounts, KvSink
+from kvtransfer.kv_channel import KvListener
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Fingerprint, KvLayout, KvTraffic, RequestKey
 from kvtransfer.receive_commands import Close, Expect, Grant, ReceiveCommand, ReceiverLimits
 from kvtransfer.receive_machine import ReceiveMachine
 
-MESSAGES_A_TURN = 64
+MESSAGES_A_TURN = 4
+"""What is taken before the words that answer it are sent: milliseconds of work, and less than a default window."""
 
 
 class KvReceiver:
@@ -103,7 +104,8 @@ class KvReceiver:
                 self._machine.apply(command, now)
         for _ in range(MESSAGES_A_TURN):
             received = self._listener.receive()
-            if received is None:
+            for link, word, body in received:
+                self._machine.on_message(link, word, body, now)
+            if not received:
                 break
-            self._machine.on_message(*received, now)
         self._machine.sweep(now)

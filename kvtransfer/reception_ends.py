@@ -22,7 +22,7 @@ class ReceptionEnds:
         self,
         book: IncomingBook,
         sink: KvSink,
-        send: Callable[[bytes, DecodeToPrefill], bool],
+        send: Callable[[bytes, DecodeToPrefill], None],
         report: Callable[[KvOffered | ReceptionEnded], None],
     ) -> None:
         self._book = book

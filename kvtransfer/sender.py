@@ -16,10 +16,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtransfer.channel import KvDialer
 from kvtransfer.curve import CurveKeys
 from kvtransfer.emulated_link import EmulatedLink, LinkSpec
 from kvtransfer.frames import PLAIN, FrameOptions
+from kvtransfer.kv_channel import KvDialer
 from kvtransfer.kv_messages import KvHello
 from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox

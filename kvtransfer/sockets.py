@@ -9,6 +9,7 @@ import zmq
 from kvtransfer.addresses import endpoint as endpoint_of
 from kvtransfer.curve import OVERHEAD_BYTES, CurveKeys, be_server
 from kvtransfer.errors import SettingsError
+from kvtransfer.mailbox import Mailbox
 
 Frames = list[zmq.Frame]
 
@@ -112,3 +113,19 @@ def has_message(socket: "zmq.Socket[bytes]") -> bool:
 def has_room(socket: "zmq.Socket[bytes]") -> bool:
     """Whether a send would be taken now."""
     return bool(int(socket.getsockopt(_EVENTS)) & _OUT)
+
+
+class Polled:
+    """A context and a poller: what all of a worker's sockets have in common. For one thread only."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+
+    def watch(self, mailbox: Mailbox[Any]) -> None:
+        """Makes `poll` return when `mailbox` has something."""
+        self._poller.register(mailbox.fileno(), zmq.POLLIN)
+
+    def poll(self, timeout: float) -> None:
+        """Waits up to `timeout` seconds for a message or a watched mailbox."""
+        self._poller.poll(max(0, int(timeout * 1000)))

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from decode.__main__ import build as build_decode
 from engine.assembly import Engine, assemble
 from engine.startup import failures_in_one_line
-from kvtransfer.channel import KvListener
 from kvtransfer.command_line import parse
 from kvtransfer.curve import CurveKeys, load_keys
 from kvtransfer.errors import SettingsError
+from kvtransfer.kv_channel import KvListener
 from kvtransfer.logs import configure_logging
 from kvtransfer.messages import Role
 from kvtransfer.signals import exit_on_signals

@@ -45,7 +45,7 @@ ENTRY_POINTS_MAY = ("launcher.default_model",)
 
 SOCKET_FILES = {
     "experiments/bare_ends.py",
-    *(f"kvtransfer/{name}.py" for name in ("channel", "curve", "line", "sockets", "zap")),
+    *(f"kvtransfer/{name}.py" for name in ("channel", "curve", "kv_channel", "line", "sockets", "zap")),
 }
 PURE_FILES = (
     "engine/block_moves.py",
@@ -66,6 +66,7 @@ PURE_FILES = (
     "kvtransfer/link_name.py",
     "kvtransfer/checksum.py",
     "kvtransfer/emulated_link.py",
+    "kvtransfer/unsaid.py",
     "kvtransfer/frames.py",
     "kvtransfer/intake.py",
     "kvtransfer/outgoing.py",

@@ -10,10 +10,10 @@ from engine.kv_cache import KvCache
 from engine.wire_fp8 import dequantise, quantise
 from kernels.reference import ReferenceKernels
 from kvtransfer import receive_machine as machine_module
-from kvtransfer.channel import KvListener
 from kvtransfer.faults import unwatched
 from kvtransfer.frames import TOGETHER_BYTES, FrameMaker, FrameOptions
 from kvtransfer.incoming import KvOffered, ReceptionOutcome
+from kvtransfer.kv_channel import KvListener
 from kvtransfer.kv_messages import KvHello, KvWelcome
 from kvtransfer.layout import FP8
 from kvtransfer.mailbox import Mailbox

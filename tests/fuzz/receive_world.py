@@ -15,11 +15,10 @@ from typing import Any
 
 import msgspec
 
-from kvtransfer.channel import decode_from_decode, decode_from_prefill, encode
 from kvtransfer.incoming import MAX_PARKED_OFFERS, MAX_REMEMBERED, KvOffered, ReceptionEnded, ReceptionOutcome
-from kvtransfer.kv_messages import KvFirstToken, KvHeader, KvHello, KvOffer
+from kvtransfer.kv_messages import KvFirstToken, KvHeader, KvHello, KvOffer, decode_from_decode, decode_from_prefill
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import PROTOCOL_VERSION
+from kvtransfer.messages import PROTOCOL_VERSION, encode
 from kvtransfer.peers import MAX_PEERS
 from kvtransfer.receive_machine import Close, Expect, Grant, ReceiveMachine, ReceiverLimits
 from kvtransfer.worker_lines import MAX_NAMED
@@ -198,9 +197,12 @@ class ReceiveWorld:
             if self.now - self.honest_spoke_at > LEASE:
                 self._hello(HONEST)  # a link that was idle for so long is dialled anew
             self.honest_spoke_at = self.now
-        message = decode_from_prefill.or_error([frame_of(tree)])
+        found = decode_from_prefill.or_error([frame_of(tree)])
+        *before, last = found if isinstance(found, list) else [found]
+        for word in before:
+            self.machine.on_message(link, word, None, self.now)
         body = None if bodies is None else KvBody(*(memoryview(part) for part in bodies))
-        self.machine.on_message(link, message, body, self.now)
+        self.machine.on_message(link, last, body, self.now)
 
     def _pass(self, seconds: float) -> None:
         """The honest peer keeps its transfers alive meanwhile."""

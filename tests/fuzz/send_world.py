@@ -10,11 +10,21 @@ others say, what is sent to it must be right and complete. Steps are lists that 
 from itertools import product
 from typing import Any
 
-from kvtransfer.channel import decode_from_decode, decode_from_prefill, encode
 from kvtransfer.errors import SettingsError
 from kvtransfer.frames import TOGETHER_BYTES, FrameOptions
-from kvtransfer.kv_messages import KvAbort, KvCredit, KvDone, KvFirstToken, KvGrant, KvHeader, KvHello, KvWelcome
-from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget
+from kvtransfer.kv_messages import (
+    KvAbort,
+    KvCredit,
+    KvDone,
+    KvFirstToken,
+    KvGrant,
+    KvHeader,
+    KvHello,
+    KvWelcome,
+    decode_from_decode,
+    decode_from_prefill,
+)
+from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, encode
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SenderTiming
 from kvtransfer.send_machine import SendMachine
@@ -161,7 +171,9 @@ class SendWorld:
             self.machine.on_message(peer, KvDone(*key), self.now)
 
     def _say(self, peer: int, tree: Any) -> None:
-        self.machine.on_message(f"decode-{1 + peer % 3}", decode_from_decode.or_error([frame_of(tree)]), self.now)
+        found = decode_from_decode.or_error([frame_of(tree)])
+        for word in found if isinstance(found, list) else [found]:
+            self.machine.on_message(f"decode-{1 + peer % 3}", word, self.now)
 
     def _full(self, peer: int, is_full: bool) -> None:
         (self.outlet.full.add if is_full else self.outlet.full.discard)(f"decode-{peer % NUM_PEERS}")

@@ -3,12 +3,21 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.channel import decode_from_gateway, decode_from_worker, encode
 from kvtransfer.complaints import MAX_SENDERS
 from kvtransfer.control import MAX_PENDING_CANCELS, FromGateway, GatewayLinks, GatewayLost, LinkTiming
 from kvtransfer.gateway_link import HELLO_INTERVAL_S
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import Cancel, GatewayBeat, PrefillRequest, RequestOutput, StepOutput, Welcome
+from kvtransfer.messages import (
+    Cancel,
+    GatewayBeat,
+    PrefillRequest,
+    RequestOutput,
+    StepOutput,
+    Welcome,
+    decode_from_gateway,
+    decode_from_worker,
+    encode,
+)
 from tests.fuzz.hostile import NAMES, QUICK, TREES, frame_of, spoilt, tree_of
 from tests.kvtransfer.control_world import HELLO
 from tests.kvtransfer.samples import FROM_GATEWAY, FROM_WORKER, spec

@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.channel import decode_from_decode, decode_from_gateway, decode_from_prefill, decode_from_worker, encode
 from kvtransfer.errors import MessageError
-from kvtransfer.messages import MAX_ERROR_CHARS
+from kvtransfer.kv_messages import decode_from_decode, decode_from_prefill
+from kvtransfer.messages import MAX_ERROR_CHARS, decode_from_gateway, decode_from_worker, encode
 from tests.fuzz.hostile import QUICK, TREES, frame_of, spoilt
 from tests.kvtransfer.samples import FROM_DECODE, FROM_GATEWAY, FROM_PREFILL, FROM_WORKER
 
 DECODERS = (decode_from_worker, decode_from_gateway, decode_from_prefill, decode_from_decode)
 SAMPLES = (*FROM_WORKER, *FROM_GATEWAY, *FROM_PREFILL, *FROM_DECODE)
+FRAMES_OF_WORDS = ([*FROM_PREFILL], [*FROM_DECODE])
+SPOILT = spoilt(st.sampled_from(SAMPLES))
 FRAMES: dict[str, str] = json.loads((Path(__file__).parent / "corpus" / "frames.json").read_text())
 """What each is, to its bytes in hex; `*N` behind a byte repeats it."""
 
@@ -57,19 +59,19 @@ def test_there_is_a_corpus_of_frames():
     assert len(FRAMES) >= 15
 
 
-@pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("message", [*SAMPLES, *FRAMES_OF_WORDS], ids=lambda message: type(message).__name__)
 def test_samples_are_read_so_that_the_comparison_means_something(message):
     assert read_by_all(encode(message)) >= 1
 
 
 @QUICK
-@given(tree=TREES | spoilt(st.sampled_from(SAMPLES)))
+@given(tree=TREES | SPOILT | st.lists(SPOILT, max_size=3))
 def test_trees_of_any_kind(tree):
     read_by_all(frame_of(tree))
 
 
 @QUICK
-@given(message=st.sampled_from(SAMPLES), data=st.data())
+@given(message=st.sampled_from((*SAMPLES, *FRAMES_OF_WORDS)), data=st.data())
 def test_cut_doubled_and_flipped_frames(message, data):
     frame = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 6))):

@@ -39,7 +39,8 @@ KEYED = st.builds(
     CHANGES,
     st.sampled_from(FROM_PREFILL[1:]),
 )
-SAID = KEYED | spoilt(st.sampled_from(FROM_PREFILL)) | spoilt(st.sampled_from(FROM_DECODE)) | TREES
+_SAID = KEYED | spoilt(st.sampled_from(FROM_PREFILL)) | spoilt(st.sampled_from(FROM_DECODE)) | TREES
+SAID = _SAID | st.lists(_SAID, min_size=1, max_size=3)
 STEPS = st.one_of(
     st.tuples(st.just("expect"), KEYS),
     st.tuples(st.just("expect"), KEYS),

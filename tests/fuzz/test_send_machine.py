@@ -25,7 +25,8 @@ KEYED = st.builds(
     CHANGES,
     st.sampled_from(FROM_DECODE[2:]),
 )
-SAID = KEYED | spoilt(st.sampled_from(FROM_DECODE)) | spoilt(st.sampled_from(FROM_PREFILL)) | TREES
+_SAID = KEYED | spoilt(st.sampled_from(FROM_DECODE)) | spoilt(st.sampled_from(FROM_PREFILL)) | TREES
+SAID = _SAID | st.lists(_SAID, min_size=1, max_size=3)
 STEPS = st.one_of(
     st.tuples(st.just("open"), KEYS),
     st.tuples(st.just("open"), KEYS),

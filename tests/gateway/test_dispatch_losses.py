@@ -12,10 +12,11 @@ import pytest
 
 from gateway.cluster import Cluster, ClusterSettings
 from gateway.dispatch import Dispatcher, DispatchSettings
-from kvtransfer.channel import ControlServer, endpoint_port
+from kvtransfer.channel import ControlServer
 from kvtransfer.control import FromGateway, GatewayLinks, GatewayLost, LinkTiming
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Cancel, DecodeRequest, LeaveCause, PrefillRequest, RequestOutput
+from kvtransfer.sockets import endpoint_port
 from tests.gateway.cluster_world import EPOCH, RESERVED, Client, hello, sampling
 from tests.kvtransfer.cut_proxy import Direction, cut_proxy
 

@@ -8,10 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from gateway.cluster import Cluster, ClusterSettings
 from gateway.dispatch import Dispatcher, DispatchSettings
 from gateway.modes import Mode
-from kvtransfer.channel import ControlServer, endpoint_port
+from kvtransfer.channel import ControlServer
 from kvtransfer.control import FromGateway, GatewayLinks, GatewayLost, LinkTiming
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Cancel, DecodeRequest, EndReason, LeaveCause, PrefillRequest, RequestEnd, RequestOutput
+from kvtransfer.sockets import endpoint_port
 from tests.gateway.cluster_world import RESERVED, Client, hello, sampling
 from tests.gateway.test_dispatch import in_loop
 

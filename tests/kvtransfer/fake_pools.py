@@ -10,9 +10,9 @@ from collections import Counter
 from itertools import product
 
 from engine.block_pool import BlockPool
-from kvtransfer.channel import KvListener
 from kvtransfer.frames import PLAIN
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
+from kvtransfer.kv_channel import KvListener
 from kvtransfer.kv_messages import KvHello
 from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
@@ -139,9 +139,10 @@ class PrefillSide(Side):
         security=None,
         options=PLAIN,
         link=None,
+        num_blocks=64,
         **identity,
     ) -> None:
-        super().__init__(HashPool(64, block_size))
+        super().__init__(HashPool(num_blocks, block_size))
         about = {"fingerprint": FINGERPRINT, "layout": LAYOUT, "protocol": PROTOCOL_VERSION} | identity
         self.peer = (name, generation)
         self.hello = KvHello(worker_id=name, generation=generation, **about)
@@ -191,9 +192,16 @@ class GrantingMailbox(Mailbox):
 
 class DecodeSide(Side):
     def __init__(
-        self, block_size=16, window=1 << 20, lease=30.0, generation="g2", port=0, listener_type=KvListener
+        self,
+        block_size=16,
+        window=1 << 20,
+        lease=30.0,
+        generation="g2",
+        port=0,
+        listener_type=KvListener,
+        num_blocks=32,
     ) -> None:
-        super().__init__(HashPool(32, block_size))
+        super().__init__(HashPool(num_blocks, block_size))
         self.listener = listener_type("127.0.0.1", port)
         self.target = DecodeTarget("decode-0", generation, self.listener.endpoint)
         self.arrived: dict = {}

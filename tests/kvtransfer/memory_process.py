@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from kvtransfer.channel import KvListener
 from kvtransfer.frames import FrameOptions
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
+from kvtransfer.kv_channel import KvListener
 from kvtransfer.kv_messages import MAX_BODY_BYTES, KvHello
 from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox

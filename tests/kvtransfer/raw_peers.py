@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from kvtransfer.channel import KvDialer, KvListener
+from kvtransfer.kv_channel import KvDialer, KvListener
 from kvtransfer.kv_messages import KvHeader, KvHello, KvOffer, KvWelcome
 from kvtransfer.layout import FP8, KvBody
 from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget
@@ -46,6 +46,7 @@ class RawPeer:
 
     def send(self, message, body=None) -> None:
         assert self._dialer.send("d", message, body)
+        self._dialer.poll(0)
 
     def hear(self):
         heard: list = []
@@ -77,11 +78,12 @@ class FakeDecode:
 
         def has_come() -> bool:
             self.listener.poll(0.05)
-            if received := self.listener.receive():
-                self.link, message, _ = received
+            for link, message, _ in self.listener.receive():
+                self.link = link
                 self.heard.append(message)
             return any(isinstance(message, KvOffer) for message in self.heard)
 
         wait_until(has_come)
         for message in messages:
-            assert self.listener.send(self.link, message)
+            self.listener.send(self.link, message)
+        self.listener.poll(0)

@@ -7,7 +7,6 @@ import msgspec
 import pytest
 
 from kvtransfer.addresses import endpoint
-from kvtransfer.channel import endpoint_port
 from kvtransfer.control import FromGateway, GatewayLinks, GatewayLost, LinkTiming, Report
 from kvtransfer.errors import SettingsError
 from kvtransfer.mailbox import Mailbox
@@ -25,6 +24,7 @@ from kvtransfer.messages import (
     RequestOutput,
     StepOutput,
 )
+from kvtransfer.sockets import endpoint_port
 from tests.kvtransfer.control_world import HELLO, OUTPUT, PATIENCE_S, Gateway, World, in_loop, world
 from tests.kvtransfer.samples import TARGET, spec
 

@@ -8,7 +8,6 @@ import msgspec
 
 from kvtransfer import control as control_module
 from kvtransfer import gateway_link as link_module
-from kvtransfer.channel import endpoint_port
 from kvtransfer.control import AllGatewaysRefused, FromGateway, GatewayLinks, GatewayLost, LinkTiming
 from kvtransfer.errors import MessageError
 from kvtransfer.line_budget import NUM_LINES, PERIOD_S
@@ -27,6 +26,7 @@ from kvtransfer.messages import (
     StepOutput,
     Welcome,
 )
+from kvtransfer.sockets import endpoint_port
 from tests.kvtransfer.control_world import HELLO, OUTPUT, Gateway, World, in_loop, world
 from tests.kvtransfer.cut_proxy import Direction, cut_proxy
 from tests.kvtransfer.samples import spec

@@ -4,11 +4,12 @@ import time
 
 from kvtransfer import incoming as incoming_module
 from kvtransfer import receive_machine as machine_module
-from kvtransfer.channel import KvListener, endpoint_port
 from kvtransfer.incoming import ReceptionOutcome
+from kvtransfer.kv_channel import KvListener
 from kvtransfer.kv_messages import KvAbort, KvCredit, KvDone, KvGrant, KvOffer, KvRevoke
 from kvtransfer.messages import DecodeTarget
 from kvtransfer.outgoing import TransferOutcome
+from kvtransfer.sockets import endpoint_port
 from tests.kvtransfer.fake_pools import TOKEN_BYTES, DecodeSide, PrefillSide, wait_until
 from tests.kvtransfer.raw_peers import KEY, RawPeer, running
 

@@ -8,15 +8,17 @@ import time
 import pytest
 import zmq
 
-from kvtransfer import channel as channel_module
-from kvtransfer.channel import ControlClient, ControlServer, KvDialer, KvListener, endpoint_port
+from kvtransfer import kv_channel
+from kvtransfer.channel import ControlClient, ControlServer
 from kvtransfer.curve import OVERHEAD_BYTES, ZAP_DOMAIN, CurveKeys
 from kvtransfer.errors import IdentityError, SettingsError
+from kvtransfer.kv_channel import KvDialer, KvListener
 from kvtransfer.kv_messages import MAX_BODY_BYTES, KvDone, KvOffer
 from kvtransfer.layout import KvBody
 from kvtransfer.messages import MAX_CONTROL_BYTES, GatewayBeat, Refused, encode
+from kvtransfer.sockets import endpoint_port
 from tests.kvtransfer.key_world import claiming, idle_proxy, made_keys, raw_dealer
-from tests.kvtransfer.test_channel import BEAT, HEADER, OFFER, free_endpoint, receive, until
+from tests.kvtransfer.test_channel import BEAT, HEADER, OFFER, free_endpoint, receive, say, until
 
 SILENCE_S = 0.4
 """Long enough for a handshake on loopback many times over."""
@@ -76,13 +78,13 @@ def warnings(caplog) -> list[str]:
 def test_kv_goes_through_up_to_the_largest_frame(listener, dialer):
     dialer.dial("decode-0", listener.endpoint)
     body = bytes(range(256)) * (MAX_BODY_BYTES // 256)
-    dialer.send("decode-0", OFFER)
-    dialer.send("decode-0", HEADER, KvBody(memoryview(body), memoryview(body)))
+    say(dialer, "decode-0", OFFER)
+    say(dialer, "decode-0", HEADER, KvBody(memoryview(body), memoryview(body)))
     assert receive(listener) == (b"prefill-0/g1/n", OFFER, None)
     link, message, received = receive(listener)
     assert (link, message) == (b"prefill-0/g1/n", HEADER)
     assert bytes(received.k) == bytes(received.v) == body
-    assert listener.send(link, KvDone("r", 0))
+    say(listener, link, KvDone("r", 0))
     assert receive(dialer) == [("decode-0", KvDone("r", 0))]
 
 
@@ -137,7 +139,7 @@ def test_the_wire_shows_nothing_of_what_is_said(listener, keys):
         with idle_proxy(other.endpoint) as proxy:
             dialer = KvDialer("prefill-0/g1/n", security and keys["prefill"])
             dialer.dial("decode-0", proxy.endpoint)
-            dialer.send("decode-0", KvOffer(word, 0, 4))
+            say(dialer, "decode-0", KvOffer(word, 0, 4))
             assert receive(other)[1] == KvOffer(word, 0, 4)
             dialer.close()
             assert (word.encode() in proxy.seen) is (security is None)
@@ -214,11 +216,11 @@ class DeadHandler:
 
 
 def test_while_nobody_can_say_who_gets_in_nobody_does(keys, monkeypatch):
-    monkeypatch.setattr(channel_module, "ZapHandler", DeadHandler)
+    monkeypatch.setattr(kv_channel, "ZapHandler", DeadHandler)
     listener, dialer = KvListener("127.0.0.1", 0, keys["decode"]), KvDialer("prefill-0/g1/n", keys["prefill"])
     try:
         dialer.dial("decode-0", listener.endpoint)
-        dialer.send("decode-0", OFFER)
+        say(dialer, "decode-0", OFFER)
         assert receive(listener, SILENCE_S) is None
         assert isinstance(receive(dialer)[0][1], Refused)
     finally:
@@ -348,13 +350,13 @@ def test_a_kv_link_that_cannot_be_made_is_refused_once_and_takes_nothing_more(ho
     try:
         with idle_proxy(target.endpoint) as proxy:
             dialer.dial("decode-0", proxy.endpoint)
-            assert dialer.send("decode-0", OFFER)
+            assert say(dialer, "decode-0", OFFER)
             [(peer, refusal)] = receive(dialer)
             assert peer == "decode-0"
             assert isinstance(refusal, Refused)
             num_connections = proxy.num_connections
             assert num_connections <= 4
-            assert not dialer.send("decode-0", OFFER)
+            assert not say(dialer, "decode-0", OFFER)
             assert not dialer.has_room("decode-0")
             dialer.poll(0.0)
             assert receive(dialer, SILENCE_S) is None
@@ -378,12 +380,12 @@ def test_links_survive_long_silence_behind_a_firewall_that_drops_what_is_idle(ke
     try:
         with idle_proxy(listener.endpoint, idle_s=1.0) as proxy:
             dialer.dial("decode-0", proxy.endpoint)
-            dialer.send("decode-0", OFFER)
+            say(dialer, "decode-0", OFFER)
             link = receive(listener)[0]
             time.sleep(4.0)
-            assert listener.send(link, KvDone("r", 0))
+            say(listener, link, KvDone("r", 0))
             assert receive(dialer) == [("decode-0", KvDone("r", 0))]
-            dialer.send("decode-0", OFFER)
+            say(dialer, "decode-0", OFFER)
             assert receive(listener) == (link, OFFER, None)
             assert (proxy.num_connections, proxy.num_dropped) == (1, 0)
             dialer.close()

@@ -4,14 +4,16 @@ from functools import partial
 
 import pytest
 
-from kvtransfer.channel import ControlClient, KvListener, endpoint_port
+from kvtransfer.channel import ControlClient
 from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.curve import CurveKeys
 from kvtransfer.errors import SettingsError
 from kvtransfer.incoming import ReceptionOutcome
+from kvtransfer.kv_channel import KvListener
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import Heartbeat, Hello, LeaveCause
 from kvtransfer.outgoing import TransferOutcome
+from kvtransfer.sockets import endpoint_port
 from tests.kvtransfer.control_world import HELLO, OUTPUT, Gateway, World, in_loop
 from tests.kvtransfer.fake_pools import DecodeSide, PrefillSide, wait_until
 from tests.kvtransfer.key_world import made_keys

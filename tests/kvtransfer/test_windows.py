@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.channel import KV_HWM
 from kvtransfer.incoming import ReceptionOutcome
+from kvtransfer.kv_channel import KV_HWM
 from kvtransfer.kv_messages import KvAbort, KvFirstToken, KvHeader
 from kvtransfer.outgoing import TransferOutcome
 from kvtransfer.send_commands import Abort, Open

@@ -1,4 +1,5 @@
-"""The faces of `kvtransfer.channel` over the simulated network. Bytes are really encoded and decoded.
+"""The faces of `kvtransfer.channel` and `kvtransfer.kv_channel` over the simulated network. Bytes are really encoded
+and decoded; each word travels by itself.
 
 Each tells its `watch` of what goes in and out, so that invariants can be checked on the wire.
 """
@@ -154,17 +155,17 @@ class SimKvListener:
         self.received_bytes: Counter[RequestKey] = Counter()
         self._listener = Listener(network, host, endpoint, hwm, wake)
 
-    def receive(self) -> tuple[bytes, Any, KvBody | None] | None:
+    def receive(self) -> list[tuple[bytes, Any, KvBody | None]]:
         received = self._listener.receive()
         if received is None:
-            return None
+            return []
         name, frames = received
         if len(frames) not in (1, 3):
-            return name.encode(), MessageError(f"{len(frames)} frames, a KV message has 1 or 3"), None
+            return [(name.encode(), MessageError(f"{len(frames)} frames, a KV message has 1 or 3"), None)]
         body = KvBody(memoryview(frames[1]), memoryview(frames[2])) if len(frames) == 3 else None
         message = decode_from_prefill.or_error([frames[0]])
         self._note_passed(message, body)
-        return name.encode(), message, body
+        return [(name.encode(), message, body)]
 
     def _note_passed(self, message: Any, body: KvBody | None) -> None:
         if isinstance(message, KvHeader | KvFirstToken | KvOffer):
@@ -176,10 +177,9 @@ class SimKvListener:
     def has_unread(self) -> bool:
         return bool(self._listener.inbox)
 
-    def send(self, link: bytes, message: Any) -> bool:
-        is_sent = self._listener.send(link.decode(), [encode(message)])
+    def send(self, link: bytes, message: Any) -> None:
+        self._listener.send(link.decode(), [encode(message)])
         self.on_send(link.decode(), message)
-        return is_sent
 
     def close(self) -> None:
         self._listener.close()
