@@ -32,7 +32,7 @@ from kvtransfer.steady_memory import settle_memory
 
 ROUND_TOKENS: Final = 8192
 """Tokens of a round, about: 188 MB of the default model's KV, more than caches hold."""
-MAX_REQUESTS: Final = 64
+MAX_REQUESTS: Final = 512
 
 
 def measure(load: Load, sides: Sequence[str], rounds: int) -> Report:

@@ -4,6 +4,7 @@ import os
 import queue
 import select
 import threading
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -33,8 +34,13 @@ class Mailbox(Generic[Item]):
 
     def put(self, item: Item) -> None:
         """Adds an item and wakes the reader. Safe from any thread. Once it is closed nobody reads any more."""
-        self._items.put(item)
-        if not self._is_woken:
+        self.put_all([item])
+
+    def put_all(self, items: Iterable[Item]) -> None:
+        """Adds items in order, and wakes the reader once."""
+        for item in items:
+            self._items.put(item)
+        if not self._is_woken and not self._items.empty():
             self._wake()
 
     @property

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any
 
-from kvtransfer.incoming import PeerId
+from kvtransfer.incoming import KvOffered, PeerId, ReceptionEnded
 from kvtransfer.intake import IntakeCounts, KvSink
 from kvtransfer.kv_channel import KvListener
 from kvtransfer.mailbox import Mailbox
@@ -41,7 +41,9 @@ class KvReceiver:
     ) -> None:
         self._listener = listener
         self._commands: Mailbox[ReceiveCommand | None] = Mailbox()  # None: stop
-        self._machine = ReceiveMachine(identity, generation, sink, limits, listener.send, events.put)
+        self._events = events
+        self._news: list[KvOffered | ReceptionEnded] = []
+        self._machine = ReceiveMachine(identity, generation, sink, limits, listener.send, self._news.append)
         self._thread = threading.Thread(target=self._run, name="kv-receiver", daemon=True)
         self._stopping = False
 
@@ -109,3 +111,9 @@ class KvReceiver:
             if not received:
                 break
         self._machine.sweep(now)
+        self._tell_engine()
+
+    def _tell_engine(self) -> None:
+        """At the end of the turn: whoever is woken takes the interpreter from this thread."""
+        self._events.put_all(self._news)
+        self._news.clear()

@@ -24,6 +24,7 @@ from kvtransfer.kv_messages import KvHello
 from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import DecodeTarget, Drawn, KvTraffic, RequestKey, TokenLogprob
+from kvtransfer.outgoing import TransferEnded
 from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand, SenderTiming
 from kvtransfer.send_machine import MAX_PROBE_S, KvSource, SendMachine
 
@@ -49,7 +50,9 @@ class KvSender:
         self._dialer = KvDialer(new_link_name(hello.worker_id, hello.generation), security)
         self._emulated = None if link is None else EmulatedLink(link, self._dialer, random.Random(0))
         outlet = self._emulated or self._dialer
-        self._machine = SendMachine(hello, source, outlet, events.put, timing, options)
+        self._events = events
+        self._news: list[TransferEnded] = []
+        self._machine = SendMachine(hello, source, outlet, self._news.append, timing, options)
         self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
         self._stopping = False
 
@@ -120,4 +123,11 @@ class KvSender:
                 self._machine.apply(command, now)
         for peer, message in self._dialer.receive():
             self._machine.on_message(peer, message, now)
-        return self._machine.ship(now)
+        more = self._machine.ship(now)
+        self._tell_engine()
+        return more
+
+    def _tell_engine(self) -> None:
+        """At the end of the turn: whoever is woken takes the interpreter from this thread."""
+        self._events.put_all(self._news)
+        self._news.clear()

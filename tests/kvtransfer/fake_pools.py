@@ -183,11 +183,12 @@ class GrantingMailbox(Mailbox):
         super().__init__()
         self._grant = grant
 
-    def put(self, item) -> None:
-        if isinstance(item, KvOffered):
-            self._grant(item.key)
-        else:
-            super().put(item)
+    def put_all(self, items) -> None:
+        for item in items:
+            if isinstance(item, KvOffered):
+                self._grant(item.key)
+            else:
+                super().put_all([item])
 
 
 class DecodeSide(Side):

@@ -79,7 +79,9 @@ class SimSender(KvSender):
         self._commands: Any = SimMailbox(thread.wake)
         self._dialer: Any = dialer
         self._emulated = None
-        self._machine = SendMachine(hello, source, dialer, events.put, timing, options)
+        self._events: Any = events
+        self._news = []
+        self._machine = SendMachine(hello, source, dialer, self._news.append, timing, options)
         self._thread: Any = thread
         self._stopping = False
 
@@ -107,7 +109,9 @@ class SimReceiver(KvReceiver):
         self._listener: Any = listener
         self._commands: Any = SimMailbox(thread.wake)
         identity = (hello.fingerprint, hello.layout)
-        self._machine = ReceiveMachine(identity, hello.generation, sink, limits, listener.send, events.put)
+        self._events: Any = events
+        self._news = []
+        self._machine = ReceiveMachine(identity, hello.generation, sink, limits, listener.send, self._news.append)
         self._thread: Any = thread
         self._stopping = False
 

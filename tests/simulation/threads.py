@@ -3,7 +3,7 @@
 import asyncio
 import contextvars
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from tests.simulation.errors import ViolationError, require
@@ -93,6 +93,10 @@ class SimMailbox:
         if self._on_put is not None:
             self._on_put(item)
         self._wake()
+
+    def put_all(self, items: Iterable[Any]) -> None:
+        for item in items:
+            self.put(item)
 
     @property
     def backlog(self) -> int:
