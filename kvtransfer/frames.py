@@ -24,9 +24,8 @@ class FrameOptions:
 
 
 PLAIN: Final = FrameOptions()
-TOGETHER_BYTES: Final = 512 << 10
-"""What workers put into one frame: beyond that, moving the bytes costs far more than saying what they are, and smaller
-frames keep gather, link and splice at work side by side."""
+TOGETHER_BYTES: Final = 1 << 20
+"""What workers put into one frame: half of it takes an eighth longer over loopback, and more gains nothing."""
 assert TOGETHER_BYTES <= 2 * MAX_BODY_BYTES
 
 

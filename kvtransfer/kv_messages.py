@@ -34,8 +34,9 @@ from kvtransfer.messages import (
 MAX_BODY_BYTES = 1 << 20
 """Upper bound of one K or V frame, bytes: larger frames slow CURVE down without helping a clear link."""
 MAX_WIRE_DTYPES = 8
-MAX_WORDS = 64
-"""Messages in one frame: one as it is, several as an array, in the order in which they were said."""
+MAX_WORDS = 16
+"""Messages in one frame: one as it is, several as an array, in the order in which they were said. Enough that hundreds
+fit a queue; more at once would keep the other side waiting for the first."""
 _SEVERAL: Final = msgspec.Meta(min_length=1, max_length=MAX_WORDS)
 
 

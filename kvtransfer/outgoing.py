@@ -169,11 +169,6 @@ class OutgoingTransfer:
     def _is_waiting(self, layer: int) -> bool:
         return self._shipped[layer] < self._ready[layer]
 
-    @property
-    def is_computed(self) -> bool:
-        """All KV is in the pool; layers are computed in order, so the last one tells."""
-        return self._ready[-1] == self.num_tokens
-
     def times(self, taken_at: float) -> TransferTimes | None:
         """The moments of a transfer that the receiver says it has all of; None if it says so too soon."""
         return None if self.ready_at is None else TransferTimes(self.ready_at, self.started_at, taken_at)

@@ -8,7 +8,7 @@ IDLE_KEEPALIVES keepalives is hung up, and a refusal at its handshake forgotten 
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvtransfer.errors import MessageError, ProtocolError
@@ -104,9 +104,7 @@ class SendMachine:
             case Open():
                 self._open(command, now)
             case Ready(layer, stops):
-                for key, stop in stops:
-                    if transfer := self._book.find(key):
-                        self._mark_ready(transfer, layer, stop, now)
+                self._mark_ready(layer, stops, now)
             case FirstToken() as first:
                 if transfer := self._book.find(first.key):
                     transfer.first_token_id, transfer.first_logprob = first.token_id, first.logprob
@@ -120,10 +118,13 @@ class SendMachine:
             self._aborts.append((self._peer_of[key], KvAbort(*key, reason=reason)))
         self._end(key, outcome, reason)
 
-    def _mark_ready(self, transfer: OutgoingTransfer, layer: int, stop: int, now: float) -> None:
-        transfer.mark_ready(layer, stop)
-        if transfer.ready_at is None and transfer.is_computed:
-            transfer.ready_at = now
+    def _mark_ready(self, layer: int, stops: Sequence[tuple[RequestKey, int]], now: float) -> None:
+        is_last = layer == self._hello.layout.num_layers - 1  # layers are computed in order
+        for key, stop in stops:
+            if transfer := self._book.find(key):
+                transfer.mark_ready(layer, stop)
+                if is_last and stop == transfer.num_tokens:
+                    transfer.ready_at = now
 
     def _open(self, command: Open, now: float) -> None:
         refusal = self._peers.dial(command.target, now)
