@@ -25,13 +25,13 @@ from kvtransfer.intake import KvSink
 from kvtransfer.kv_channel import KvListener
 from kvtransfer.logs import configure_logging
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import Role
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.signals import exit_on_signals, run_and_leave
 from kvtransfer.sockets import endpoint_port
 from kvtransfer.steady_memory import settle_memory
 from kvtransfer.worker import Wake, Worker, WorkerEvent, stop_on_signals
+from kvtransfer.worker_facts import Role
 from launcher.default_model import resolve_model
 
 PROG = "kvsplice decode"

@@ -28,8 +28,9 @@ from dataclasses import dataclass
 
 from engine.growing_book import GrowingBook, GrowingJob
 from engine.request import RequestState, ScheduledRow
+from kvtransfer.codec import RequestKey
 from kvtransfer.incoming import KvOffered, PeerId, ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import Drawn, EndReason, LifetimeEvent, RequestKey
+from kvtransfer.request_parts import Drawn, EndReason, LifetimeEvent
 
 
 @dataclass(frozen=True)

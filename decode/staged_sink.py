@@ -9,9 +9,10 @@ from engine.assembly import Engine
 from engine.kv_cache import dtype_named
 from engine.staging import BufferRing, Lane
 from engine.wire_fp8 import unpack
+from kvtransfer.codec import RequestKey
 from kvtransfer.kv_messages import MAX_BODY_BYTES, KvHeader
 from kvtransfer.layout import FP8, KvBody
-from kvtransfer.messages import LifetimeEvent, RequestKey
+from kvtransfer.request_parts import LifetimeEvent
 
 NUM_BUFFERS: Final = 16
 """Bodies that the lane may be behind the socket."""

@@ -23,13 +23,16 @@ from engine.kv_cache import dtype_named
 from engine.request import ScheduledRow, StepResult
 from engine.role import EngineRole
 from engine.wire_fp8 import dequantise
+from kvtransfer.codec import RequestKey
 from kvtransfer.faults import Witness, unwatched
 from kvtransfer.incoming import KvOffered, ReceptionEnded
 from kvtransfer.kv_messages import KvHeader
 from kvtransfer.layout import FP8, KvBody
-from kvtransfer.messages import DecodeRequest, KvTraffic, LifetimeEvent, RequestKey, RequestMessage
+from kvtransfer.messages import DecodeRequest, RequestMessage
 from kvtransfer.receiver import KvReceiver
+from kvtransfer.request_parts import LifetimeEvent
 from kvtransfer.worker import TransferEvent
+from kvtransfer.worker_facts import KvTraffic
 
 logger = logging.getLogger(__name__)
 

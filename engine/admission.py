@@ -1,14 +1,14 @@
 """What a worker checks of a request before it takes it in, although the gateway has checked it too. Knows no torch.
 
 A gateway may be older, newer or wrong; an id out of vocabulary would be an index error in the middle of a batch that
-is not this request's alone. Ranges of single fields are held by `kvtransfer.messages` while decoding.
+is not this request's alone. Ranges of single fields are held by `kvtransfer.request_parts` while decoding.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 
 from engine.errors import RejectedError
-from kvtransfer.messages import MAX_PROMPT_LOGPROBS, RequestSpec, SamplingParams
+from kvtransfer.request_parts import MAX_PROMPT_LOGPROBS, RequestSpec, SamplingParams
 
 
 def check_spec(

@@ -24,7 +24,9 @@ from engine.loading import (
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.token_masks import TokenMasks
-from kvtransfer.messages import PROTOCOL_VERSION, Fingerprint, Hello, KvLayout, Limits, Role
+from kvtransfer.codec import PROTOCOL_VERSION
+from kvtransfer.messages import Hello
+from kvtransfer.worker_facts import Fingerprint, KvLayout, Limits, Role
 
 
 @dataclass(frozen=True)

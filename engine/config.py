@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from engine.queue_rules import QueueRules
 from kvtransfer.addresses import check_endpoint
+from kvtransfer.codec import NAME_PATTERN
 from kvtransfer.errors import SettingsError
 from kvtransfer.faults import FaultPlan
-from kvtransfer.messages import NAME_PATTERN
 from kvtransfer.settings import ProcessSettings, Settings, like, setting
 
 DEFAULT_MODEL = "smollm2-135m"

@@ -20,7 +20,7 @@ from engine.errors import AccidentError, EngineError, RejectedError
 from engine.grammars import Grammars
 from engine.request_book import Job
 from engine.token_masks import TokenMasks
-from kvtransfer.messages import RequestKey
+from kvtransfer.codec import RequestKey
 
 logger = logging.getLogger(__name__)
 

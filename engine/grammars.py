@@ -15,7 +15,7 @@ from grammar.compiler import MatcherCache, compile_grammar, fault_of
 from grammar.errors import GrammarError, UndecidedError
 from grammar.examiner import Examiner, Outfit
 from grammar.vocabulary import Vocabulary, read_tokenizer
-from kvtransfer.messages import Grammar, SamplingParams
+from kvtransfer.request_parts import Grammar, SamplingParams
 
 MAX_KEPT: Final = 32
 """Compiled grammars: each may grow to 40 MB while it is followed, and takes far less as a rule."""

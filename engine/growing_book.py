@@ -35,7 +35,8 @@ from engine.queue_rules import QueueRules
 from engine.request import Outgoing, Request, RequestState, ScheduledRow, with_followers
 from engine.request_book import Command, Limits, RequestBook
 from engine.swap_space import SwapSpace
-from kvtransfer.messages import LifetimeEvent, Load, RequestEnd, RequestOutput, SwapLoad
+from kvtransfer.request_parts import LifetimeEvent, RequestEnd, RequestOutput
+from kvtransfer.worker_facts import Load, SwapLoad
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from engine.batch import slots_of
 from engine.block_pool import blocks_for
 from engine.errors import CapacityError
 from kernels.face import Kernels, KvScales
-from kvtransfer.messages import KvLayout
+from kvtransfer.worker_facts import KvLayout
 
 GIB = 1 << 30
 FLOAT8: Final = "float8_e4m3fn"

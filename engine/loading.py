@@ -21,7 +21,8 @@ from engine.weights import load_weights
 from kernels.face import Kernels, KvScales
 from kernels.select import select_kernels
 from kvtransfer.errors import SettingsError
-from kvtransfer.messages import Fingerprint, KvLayout, RequestSpec, SamplingParams
+from kvtransfer.request_parts import RequestSpec, SamplingParams
+from kvtransfer.worker_facts import Fingerprint, KvLayout
 
 logger = logging.getLogger(__name__)
 

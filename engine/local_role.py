@@ -10,7 +10,8 @@ from engine.growing_book import GrowingJob
 from engine.local_scheduler import LocalScheduler
 from engine.request import ScheduledRow, StepResult
 from engine.role import EngineRole
-from kvtransfer.messages import KvTraffic, RequestOutput, RequestSpec
+from kvtransfer.request_parts import RequestOutput, RequestSpec
+from kvtransfer.worker_facts import KvTraffic
 
 OWNER = "local"
 """Stands where a worker names the gateway that a request is of."""

@@ -17,7 +17,8 @@ from typing import NoReturn
 
 from engine.growing_book import GrowingBook, GrowingJob
 from engine.request import ScheduledRow
-from kvtransfer.messages import Drawn, EndReason, LifetimeEvent, RequestKey
+from kvtransfer.codec import RequestKey
+from kvtransfer.request_parts import Drawn, EndReason, LifetimeEvent
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Final
 import torch
 
 from engine.request import RowLogprobs, ScheduledRow
-from kvtransfer.messages import MIN_LOGPROB, TokenLogprob
+from kvtransfer.request_parts import MIN_LOGPROB, TokenLogprob
 
 ROWS_AT_ONCE: Final = 64
 """Bounds the temporaries, of which an int64 [R, V] is the largest (64 x 150,000 x 8 bytes = 77 MB)."""

@@ -10,7 +10,7 @@ whoever knows the request's tokens draws the same token, and two prompts that sh
 import hashlib
 import struct
 
-from kvtransfer.messages import RequestSpec
+from kvtransfer.request_parts import RequestSpec
 
 
 def noise_key(spec: RequestSpec) -> bytes:

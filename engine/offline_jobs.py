@@ -10,7 +10,7 @@ import msgspec
 from engine.errors import ArgumentTypeError, RejectedError
 from engine.offline_sampling import SamplingParams
 from engine.offline_tokenizer import Message, OfflineTokenizer
-from kvtransfer.messages import MAX_PROMPT_TOKENS, MAX_TOKEN_ID, RequestSpec
+from kvtransfer.request_parts import MAX_PROMPT_TOKENS, MAX_TOKEN_ID, RequestSpec
 
 Prompt = str | Sequence[int]
 """Text, or token ids as they are."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engine.offline_sampling import SamplingParams
 from engine.shown_text import ShownText
-from kvtransfer.messages import EndReason
+from kvtransfer.request_parts import EndReason
 
 Decode = Callable[[Sequence[int], bool], str]
 """Token ids, and whether special tokens are left out, to text."""

@@ -12,8 +12,8 @@ from engine.errors import EngineError
 from engine.local_role import LocalRole
 from engine.offline_jobs import Job
 from engine.offline_output import CompletionOutput, Decode, OutputText, RequestOutput
-from kvtransfer.messages import EndReason, RequestEnd
-from kvtransfer.messages import RequestOutput as NewTokens
+from kvtransfer.request_parts import EndReason, RequestEnd
+from kvtransfer.request_parts import RequestOutput as NewTokens
 
 
 class _Running:

@@ -15,7 +15,9 @@ import msgspec
 from engine.errors import RejectedError
 from engine.sampling_bounds import MAX_STOPS, StopString, Temperature, TopK
 from engine.shown_text import TextRules
-from kvtransfer import messages
+from kvtransfer import request_parts
+from kvtransfer.codec import Count, Fraction, Positive
+from kvtransfer.request_parts import MAX_STOP_TOKEN_IDS, TokenId
 
 DEFAULT_MAX_TOKENS: Final = 16
 
@@ -30,20 +32,20 @@ class SamplingParams:
     beside the model's EOS ids, which `ignore_eos` switches off. `logit_bias`: token id to an addend of its logit.
     """
 
-    max_tokens: messages.Positive | None = DEFAULT_MAX_TOKENS
+    max_tokens: Positive | None = DEFAULT_MAX_TOKENS
     temperature: Temperature = 1.0
-    top_p: messages.TopP = 1.0
+    top_p: request_parts.TopP = 1.0
     top_k: TopK = 0
-    min_p: messages.Fraction = 0.0
-    repetition_penalty: messages.RepetitionPenalty = 1.0
-    presence_penalty: messages.Penalty = 0.0
-    frequency_penalty: messages.Penalty = 0.0
-    logit_bias: messages.LogitBias = field(default_factory=dict)
-    seed: messages.Seed | None = None
-    min_tokens: messages.Count = 0
+    min_p: Fraction = 0.0
+    repetition_penalty: request_parts.RepetitionPenalty = 1.0
+    presence_penalty: request_parts.Penalty = 0.0
+    frequency_penalty: request_parts.Penalty = 0.0
+    logit_bias: request_parts.LogitBias = field(default_factory=dict)
+    seed: request_parts.Seed | None = None
+    min_tokens: Count = 0
     ignore_eos: bool = False
     stop: StopString | Annotated[tuple[StopString, ...], msgspec.Meta(max_length=MAX_STOPS)] = ()
-    stop_token_ids: Annotated[tuple[messages.TokenId, ...], msgspec.Meta(max_length=messages.MAX_STOP_TOKEN_IDS)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
@@ -69,10 +71,10 @@ class SamplingParams:
     def text_rules(self) -> TextRules:
         return TextRules(self.stops, self.include_stop_str_in_output, self.skip_special_tokens, self.min_tokens)
 
-    def for_prompt(self, num_prompt: int, max_model_len: int, default_seed: int | None) -> messages.SamplingParams:
+    def for_prompt(self, num_prompt: int, max_model_len: int, default_seed: int | None) -> request_parts.SamplingParams:
         """What the engine takes, for a prompt of `num_prompt` tokens; a seed is drawn if there is none."""
         seed = default_seed if self.seed is None else self.seed
-        return messages.SamplingParams(
+        return request_parts.SamplingParams(
             max_tokens=max(1, max_model_len - num_prompt) if self.max_tokens is None else self.max_tokens,
             seed=secrets.randbits(63) if seed is None else seed,
             temperature=self.temperature,

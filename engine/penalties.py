@@ -13,7 +13,7 @@ import torch
 
 from engine.request import Request
 from engine.stopping import stop_ids
-from kvtransfer.messages import SamplingParams
+from kvtransfer.request_parts import SamplingParams
 
 
 @dataclass

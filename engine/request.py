@@ -20,16 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvtransfer.codec import RequestKey
 from kvtransfer.faults import Witness, unwatched
-from kvtransfer.messages import (
-    Drawn,
-    LifetimeEvent,
-    RequestKey,
-    RequestOutput,
-    RequestSpec,
-    SamplingParams,
-    TokenLogprob,
-)
+from kvtransfer.request_parts import Drawn, LifetimeEvent, RequestOutput, RequestSpec, SamplingParams, TokenLogprob
 
 
 class RequestState(Enum):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from engine.block_pool import BlockPool
 from engine.prefix_hash import BlockNames
 from engine.request import Request, RequestState
-from kvtransfer.messages import RequestKey
+from kvtransfer.codec import RequestKey
 
 
 class RequestBlocks:

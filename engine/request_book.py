@@ -21,18 +21,17 @@ from engine.queue_rules import QueueRules
 from engine.request import Outgoing, Request, RequestState, RowLogprobs, ScheduledRow, StepResult
 from engine.request_blocks import RequestBlocks
 from engine.stopping import finish_reason
-from kvtransfer.messages import (
-    MAX_TEXT_CHARS,
+from kvtransfer.codec import MAX_TEXT_CHARS, RequestKey
+from kvtransfer.request_parts import (
     Drawn,
     EndReason,
     LifetimeEvent,
-    Load,
     PromptLogprobs,
     RequestEnd,
-    RequestKey,
     RequestOutput,
     TokenLogprob,
 )
+from kvtransfer.worker_facts import Load
 
 
 class BookLimits(Protocol):

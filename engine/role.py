@@ -13,20 +13,11 @@ from engine.errors import RejectedError
 from engine.grammar_door import GrammarDoor
 from engine.request import Request, ScheduledRow, StepResult
 from engine.request_book import Command, Job, RequestBook
+from kvtransfer.codec import MAX_TEXT_CHARS
 from kvtransfer.faults import Witness, unwatched
-from kvtransfer.messages import (
-    MAX_TEXT_CHARS,
-    Cancel,
-    DecodeRequest,
-    EndReason,
-    KvTraffic,
-    LifetimeEvent,
-    Load,
-    PrefillRequest,
-    RequestEnd,
-    RequestOutput,
-    RequestSpec,
-)
+from kvtransfer.messages import Cancel, DecodeRequest, PrefillRequest
+from kvtransfer.request_parts import EndReason, LifetimeEvent, RequestEnd, RequestOutput, RequestSpec
+from kvtransfer.worker_facts import KvTraffic, Load
 
 
 class EngineRole(abc.ABC, Generic[Job, Command]):

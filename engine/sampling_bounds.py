@@ -5,7 +5,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from kvtransfer.messages import MAX_TOKEN_ID
+from kvtransfer.request_parts import MAX_TOKEN_ID
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 512

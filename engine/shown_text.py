@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engine.detokenizer import Detokenizer
 from engine.stops import StopScanner
-from kvtransfer.messages import EndReason
+from kvtransfer.request_parts import EndReason
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ output tokens   0 ............ min_tokens ............ max_tokens
 from collections.abc import Set as AbstractSet
 
 from engine.request import Request
-from kvtransfer.messages import EndReason, SamplingParams
+from kvtransfer.request_parts import EndReason, SamplingParams
 
 
 def stop_ids(sampling: SamplingParams, eos_token_ids: AbstractSet[int]) -> AbstractSet[int]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from engine.block_moves import BlockMove, Route
 from engine.block_pool import BlockPool, blocks_for
-from kvtransfer.messages import RequestKey, SwapLoad
+from kvtransfer.codec import RequestKey
+from kvtransfer.worker_facts import SwapLoad
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from engine.errors import AccidentError, RejectedError
 from engine.grammars import Grammars
 from engine.request import Request
 from grammar.compiler import fault_of
-from kvtransfer.messages import SamplingParams
+from kvtransfer.request_parts import SamplingParams
 
 _CPU: Final = torch.device("cpu")
 _ALL: Final = -1  # a word with all bits set

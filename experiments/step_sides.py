@@ -15,7 +15,7 @@ from engine.loading import load
 from engine.request import Request, ScheduledRow
 from engine.runner import Runner
 from engine.sampler import Sampler
-from kvtransfer.messages import RequestSpec, SamplingParams
+from kvtransfer.request_parts import RequestSpec, SamplingParams
 
 Step = Callable[[], object]
 

@@ -27,8 +27,8 @@ from experiments.transfer_report import Report, figures_of
 from experiments.transfer_sides import OURS, SIDES
 from kernels.select import select_kernels
 from kvtransfer.frames import TOGETHER_BYTES
-from kvtransfer.messages import KvLayout
 from kvtransfer.steady_memory import settle_memory
+from kvtransfer.worker_facts import KvLayout
 
 ROUND_TOKENS: Final = 8192
 """Tokens of a round, about: 188 MB of the default model's KV, more than caches hold."""

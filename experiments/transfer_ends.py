@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 from engine.buffers import from_bytes
 from engine.kv_cache import dtype_named
 from experiments.transfer_load import Load, LoadPool
+from kvtransfer.codec import PROTOCOL_VERSION, RequestKey
 from kvtransfer.curve import CurveKeys
 from kvtransfer.frames import FrameOptions
 from kvtransfer.incoming import KvOffered, ReceptionOutcome
@@ -18,12 +19,13 @@ from kvtransfer.kv_channel import KvListener
 from kvtransfer.kv_messages import KvHeader, KvHello
 from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, Fingerprint, RequestKey
+from kvtransfer.messages import DecodeTarget
 from kvtransfer.outgoing import Piece, TransferOutcome
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.send_commands import SenderTiming
 from kvtransfer.sender import KvSender
+from kvtransfer.worker_facts import Fingerprint
 
 ROUND_SECONDS: Final = 120.0
 """A round that takes longer is given up."""

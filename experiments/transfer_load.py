@@ -17,8 +17,8 @@ from engine.buffers import as_bytes
 from engine.kv_cache import KvCache
 from kernels.face import Kernels
 from kvtransfer.layout import head_bytes
-from kvtransfer.messages import KvLayout
 from kvtransfer.outgoing import Piece
+from kvtransfer.worker_facts import KvLayout
 
 HEADER_BYTES: Final = 120
 """About what an encoded KvHeader takes: the bare loops send as many."""

@@ -14,7 +14,8 @@ from gateway.asgi import Receive, Scope, Send, send_json
 from gateway.errors import InvalidFieldError, excerpt
 from gateway.service import read_request
 from gateway.validation import FieldRules
-from kvtransfer.messages import MAX_DRAIN_S, Role
+from kvtransfer.messages import MAX_DRAIN_S
+from kvtransfer.worker_facts import Role
 
 WORKERS_PATH: Final = "/admin/workers"
 SWITCH_PATH: Final = "/admin/workers/{worker_id}/role"

@@ -13,7 +13,8 @@ from typing import Protocol
 from gateway.backend import ConflictError, UnavailableError, UnknownWorkerError
 from gateway.cluster import Cluster
 from gateway.worker import Worker
-from kvtransfer.messages import GatewayToWorker, Load, Role, SwitchRole
+from kvtransfer.messages import GatewayToWorker, SwitchRole
+from kvtransfer.worker_facts import Load, Role
 
 
 class WorkerState(Enum):

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from gateway.backend import InvalidRequestError
-from kvtransfer.messages import MAX_PROMPT_LOGPROBS, MAX_PROMPT_TOKENS, SamplingParams
+from kvtransfer.request_parts import MAX_PROMPT_LOGPROBS, MAX_PROMPT_TOKENS, SamplingParams
 
 
 def check_request(prompt: tuple[int, ...], sampling: SamplingParams, *, vocab_size: int, max_model_len: int) -> None:

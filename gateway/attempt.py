@@ -11,23 +11,19 @@ from gateway.merge import InconsistentOutputError, TokenMerge
 from gateway.modes import Mode
 from gateway.router import Route
 from gateway.worker import Worker, WorkerRef
-from kvtransfer.messages import (
-    DecodeRequest,
-    DecodeTarget,
+from kvtransfer.codec import RequestKey
+from kvtransfer.messages import DecodeRequest, DecodeTarget, PrefillRequest, PrefillSource
+from kvtransfer.request_parts import (
     EndReason,
-    LeaveCause,
     LifetimeEvent,
-    PrefillRequest,
-    PrefillSource,
     PromptLogprobs,
     RequestEnd,
-    RequestKey,
     RequestOutput,
     RequestSpec,
-    Role,
     Sibling,
     TokenLogprob,
 )
+from kvtransfer.worker_facts import LeaveCause, Role
 
 _PLANNED: Final[Mapping[LeaveCause, RetryReason]] = MappingProxyType(
     {LeaveCause.SHUTDOWN: RetryReason.WORKER_STOPPED, LeaveCause.ROLE_SWITCH: RetryReason.ROLE_SWITCHED}

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from gateway.gathering import Gathering
 from gateway.modes import Mode
-from kvtransfer.messages import EndReason, SamplingParams, TokenLogprob
+from kvtransfer.request_parts import EndReason, SamplingParams, TokenLogprob
 
 
 class BackendError(Exception):

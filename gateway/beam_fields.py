@@ -8,7 +8,7 @@ from gateway.beam_search import BeamRules
 from gateway.errors import InvalidFieldError
 from gateway.schemas import GenerationRequest
 from gateway.structured import asked_grammar
-from kvtransfer.messages import MAX_LOGPROBS
+from kvtransfer.request_parts import MAX_LOGPROBS
 
 MAX_BEAM_WIDTH: Final = MAX_LOGPROBS // 2
 """Each beam goes on with twice as many tokens as there are beams, and workers tell so many."""

@@ -24,7 +24,7 @@ from gateway.beam_search import Beam, BeamRules, BeamSearch
 from gateway.choices import Choice
 from gateway.metrics import RequestTimer
 from gateway.modes import Mode
-from kvtransfer.messages import SamplingParams, TokenLogprob
+from kvtransfer.request_parts import SamplingParams, TokenLogprob
 
 _T = TypeVar("_T")
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtransfer.messages import TokenLogprob
+from kvtransfer.request_parts import TokenLogprob
 
 
 @dataclass(frozen=True)

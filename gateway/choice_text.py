@@ -14,7 +14,7 @@ from engine.shown_text import ShownText, TextRules
 from gateway.backend import TokenDelta
 from gateway.echo import Echo
 from gateway.tokenizer import Tokenizer
-from kvtransfer.messages import EndReason, TokenLogprob
+from kvtransfer.request_parts import EndReason, TokenLogprob
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from gateway.gathering import Gathering
 from gateway.metrics import Metrics, RequestTimer
 from gateway.modes import Mode
 from gateway.tokenizer import Tokenizer
-from kvtransfer.messages import SamplingParams
+from kvtransfer.request_parts import SamplingParams
 
 _LOG = logging.getLogger(__name__)
 

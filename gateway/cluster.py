@@ -35,15 +35,14 @@ from kvtransfer.messages import (
     Goodbye,
     Heartbeat,
     Hello,
-    LeaveCause,
     Refused,
     Reintroduce,
     RequestMessage,
-    Role,
     StepOutput,
     Welcome,
     WorkerToGateway,
 )
+from kvtransfer.worker_facts import LeaveCause, Role
 
 
 @dataclass(frozen=True)

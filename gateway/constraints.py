@@ -16,7 +16,7 @@ from gateway.text_pool import TextPool
 from gateway.tokenizer import Tokenizer
 from grammar.errors import GrammarError, UndecidedError
 from grammar.examiner import Examiners, Outfit
-from kvtransfer.messages import MAX_BAD_SEQUENCE_TOKENS, MAX_GRAMMAR_CHARS, Grammar, GrammarKind
+from kvtransfer.request_parts import MAX_BAD_SEQUENCE_TOKENS, MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 
 NUM_EXAMINERS: Final = 2
 MAX_KEPT_CHARS: Final = 8 << 20

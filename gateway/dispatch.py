@@ -41,16 +41,9 @@ from gateway.worker import Worker
 from gateway.worker_outlet import ControlLink, WorkerOutlet
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.link_name import worker_of
-from kvtransfer.messages import (
-    EndReason,
-    GatewayToWorker,
-    Refused,
-    RequestOutput,
-    ResetPrefixCache,
-    Role,
-    SamplingParams,
-    WorkerToGateway,
-)
+from kvtransfer.messages import GatewayToWorker, Refused, ResetPrefixCache, WorkerToGateway
+from kvtransfer.request_parts import EndReason, RequestOutput, SamplingParams
+from kvtransfer.worker_facts import Role
 from kvtransfer.worker_lines import WorkerLines
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from gateway.modes import Mode
 from gateway.observer import Phases, RequestOutcome
 from gateway.router import Route
 from gateway.stream import TokenStream
-from kvtransfer.messages import EndReason, RequestOutput, RequestSpec, SamplingParams
+from kvtransfer.request_parts import EndReason, RequestOutput, RequestSpec, SamplingParams
 
 
 class FlightState(Enum):

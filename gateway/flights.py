@@ -17,18 +17,11 @@ from gateway.modes import Mode
 from gateway.observer import Audience
 from gateway.router import InFlightBook, Route
 from gateway.worker import Worker
+from kvtransfer.codec import RequestKey
 from kvtransfer.line_budget import MAX_LOGGED_CHARS, LineBudget
-from kvtransfer.messages import (
-    Cancel,
-    EndReason,
-    GatewayToWorker,
-    LeaveCause,
-    LifetimeEvent,
-    RequestKey,
-    RequestOutput,
-    Role,
-    Sibling,
-)
+from kvtransfer.messages import Cancel, GatewayToWorker
+from kvtransfer.request_parts import EndReason, LifetimeEvent, RequestOutput, Sibling
+from kvtransfer.worker_facts import LeaveCause, Role
 
 logger = logging.getLogger(__name__)
 

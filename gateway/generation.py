@@ -33,7 +33,7 @@ from gateway.schemas import StreamOptions
 from gateway.sse import EventStream
 from gateway.text_pool import TextPool
 from gateway.tokenizer import Tokenizer
-from kvtransfer.messages import EndReason
+from kvtransfer.request_parts import EndReason
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")

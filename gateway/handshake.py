@@ -1,8 +1,10 @@
 """Whether a worker that introduces itself fits: pure comparisons, each with a text that says what differs."""
 
+from kvtransfer.codec import PROTOCOL_VERSION
 from kvtransfer.layout import describe_mismatch
 from kvtransfer.link_name import is_of, speaks_for
-from kvtransfer.messages import PROTOCOL_VERSION, Fingerprint, Hello, Role
+from kvtransfer.messages import Hello
+from kvtransfer.worker_facts import Fingerprint, Role
 
 
 def identity_fault(sender: str, hello: Hello) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from gateway.choice_text import ShownToken
 from gateway.token_texts import TokenTexts
-from kvtransfer.messages import TokenLogprob
+from kvtransfer.request_parts import TokenLogprob
 
 Json = dict[str, Any]
 

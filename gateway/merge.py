@@ -15,7 +15,8 @@ Each worker's words arrive in order, so the only gap that can fill later is toke
 from collections.abc import Sequence
 
 from gateway.backend import RequestFailedError
-from kvtransfer.messages import Role, TokenLogprob
+from kvtransfer.request_parts import TokenLogprob
+from kvtransfer.worker_facts import Role
 
 _Said = tuple[int, TokenLogprob | None]
 

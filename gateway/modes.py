@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvtransfer.errors import SettingsError
-from kvtransfer.messages import Role
+from kvtransfer.worker_facts import Role
 
 
 class Mode(Enum):

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from gateway.backend import BackendError
 from gateway.failover import RetryReason
 from gateway.modes import Mode
-from kvtransfer.messages import EndReason, LifetimeEvent
+from kvtransfer.request_parts import EndReason, LifetimeEvent
 
 logger = logging.getLogger(__name__)
 

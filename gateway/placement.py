@@ -18,7 +18,7 @@ from gateway.flights import Flights
 from gateway.modes import Mode, ModeRules
 from gateway.router import Route, choose
 from gateway.worker import Worker
-from kvtransfer.messages import Role
+from kvtransfer.worker_facts import Role
 
 logger = logging.getLogger(__name__)
 

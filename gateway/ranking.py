@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gateway.choice_text import TextDelta
-from kvtransfer.messages import MIN_LOGPROB
+from kvtransfer.request_parts import MIN_LOGPROB
 
 
 def best_of(choices: Sequence[TextDelta], num_kept: int) -> list[TextDelta]:

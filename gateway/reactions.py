@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 from gateway.worker import Worker
-from kvtransfer.messages import GatewayToWorker, LeaveCause, RequestOutput
+from kvtransfer.messages import GatewayToWorker
+from kvtransfer.request_parts import RequestOutput
+from kvtransfer.worker_facts import LeaveCause
 
 
 @dataclass(frozen=True)

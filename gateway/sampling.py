@@ -6,7 +6,7 @@ from gateway.constraints import Constraints
 from gateway.errors import ContextLengthError, InvalidFieldError
 from gateway.prompts import check_token_ids
 from gateway.schemas import GenerationRequest
-from kvtransfer.messages import SamplingParams
+from kvtransfer.request_parts import SamplingParams
 
 
 def draw_seed(default: int | None) -> int:

@@ -1,8 +1,8 @@
 """The requests of the API, field by field: OpenAI's, and vLLM's extras.
 
 Each type has its `FieldRules` in `gateway.field_rules`. Bounds that offline runs have as well are in
-`engine.sampling_bounds`, those of the workers in `kvtransfer.messages`, the others here; `gateway.validation` turns a
-breach into a 400.
+`engine.sampling_bounds`, those of the workers in `kvtransfer.request_parts`, the others here; `gateway.validation`
+turns a breach into a 400.
 """
 
 from typing import Annotated, Any, Final, Literal
@@ -10,18 +10,16 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from engine.sampling_bounds import MAX_STOPS, StopString, Temperature, TopK
-from kvtransfer.messages import (
+from kvtransfer.codec import Count, Fraction, Positive
+from kvtransfer.request_parts import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_SEQUENCES,
     MAX_CHOICES,
     MAX_GRAMMAR_CHARS,
     MAX_STOP_TOKEN_IDS,
-    Count,
-    Fraction,
     LogitBias,
     NumLogprobs,
     Penalty,
-    Positive,
     Priority,
     RepetitionPenalty,
     Seed,

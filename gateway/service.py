@@ -27,7 +27,7 @@ from gateway.schemas import GenerationRequest, StreamOptions
 from gateway.token_texts import TokenTexts
 from gateway.tokenizer import Tokenizer
 from gateway.validation import FieldRules, convert, known_fields, parse_object
-from kvtransfer.messages import MAX_PROMPT_LOGPROBS, SamplingParams
+from kvtransfer.request_parts import MAX_PROMPT_LOGPROBS, SamplingParams
 
 _Request = TypeVar("_Request")
 

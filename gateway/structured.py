@@ -19,7 +19,7 @@ from gateway.field_rules import FORMAT_RULES, STRUCTURE_RULES
 from gateway.schemas import GenerationRequest, ResponseFormat, StructuredOutputs
 from gateway.validation import convert_at
 from grammar.source import choice_text
-from kvtransfer.messages import MAX_GRAMMAR_CHARS, GrammarKind
+from kvtransfer.request_parts import MAX_GRAMMAR_CHARS, GrammarKind
 
 _ANY_OBJECT: Final = '{"type":"object"}'
 

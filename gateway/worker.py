@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 
-from kvtransfer.messages import Heartbeat, Hello, Limits, Load, Role, StepOutput
+from kvtransfer.messages import Heartbeat, Hello, StepOutput
+from kvtransfer.worker_facts import Limits, Load, Role
 
 WorkerRef = tuple[str, str]
 """(worker id, generation): one start of a worker."""

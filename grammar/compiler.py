@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLParserLimits
 from grammar.errors import CostError, GrammarError, reason_of
 from grammar.source import source_of
 from grammar.vocabulary import Vocabulary
-from kvtransfer.messages import Grammar
+from kvtransfer.request_parts import Grammar
 
 LIMITS: Final[Mapping[str, int]] = MappingProxyType(
     {

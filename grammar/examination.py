@@ -12,7 +12,7 @@ from grammar.errors import CostError, GrammarError
 from grammar.examiner import CPU_SECONDS, MEMORY_BYTES, READY, Outfit, Verdict
 from grammar.source import lark_of
 from grammar.vocabulary import Vocabulary
-from kvtransfer.messages import Grammar, GrammarKind
+from kvtransfer.request_parts import Grammar, GrammarKind
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ import msgspec
 
 from grammar.child import Child, ChildLostError, Death
 from grammar.errors import CostError, GrammarError, UndecidedError
-from kvtransfer.messages import Grammar
+from kvtransfer.request_parts import Grammar
 
 CPU_SECONDS: Final = 2.0
 """For one grammar. Ordinary ones take milliseconds."""

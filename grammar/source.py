@@ -20,7 +20,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from grammar.errors import GrammarError, reason_of
 from grammar.schema_patterns import patterns_of
-from kvtransfer.messages import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
+from kvtransfer.request_parts import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

@@ -18,18 +18,12 @@ from collections.abc import Sequence
 import zmq
 import zmq.asyncio
 
+from kvtransfer.codec import MAX_CONTROL_BYTES, encode
 from kvtransfer.complaints import Complaints
 from kvtransfer.curve import GATEWAY_KEY, CurveKeys
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.line import Dialling, Line
-from kvtransfer.messages import (
-    MAX_CONTROL_BYTES,
-    GatewayToWorker,
-    WorkerToGateway,
-    decode_from_gateway,
-    decode_from_worker,
-    encode,
-)
+from kvtransfer.messages import GatewayToWorker, WorkerToGateway, decode_from_gateway, decode_from_worker
 from kvtransfer.sockets import Bounds, Polled, bind, listening_router
 from kvtransfer.zap import ZapHandler
 

@@ -4,9 +4,9 @@ import zlib
 
 import msgspec
 
+from kvtransfer.codec import encode
 from kvtransfer.kv_messages import KvHeader
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import encode
 
 
 def checksum(header: KvHeader, body: KvBody) -> int:

@@ -29,18 +29,13 @@ from kvtransfer.mailbox import Mailbox
 from kvtransfer.messages import (
     Cancel,
     DecodeRequest,
-    EndReason,
     GatewayToWorker,
     Goodbye,
     Heartbeat,
     Hello,
-    LeaveCause,
-    Load,
     PrefillRequest,
     Refused,
-    RequestEnd,
     RequestMessage,
-    RequestOutput,
     ResetPrefixCache,
     StepOutput,
     SwitchRole,
@@ -48,6 +43,8 @@ from kvtransfer.messages import (
     WorkerToGateway,
 )
 from kvtransfer.parcels import parcels
+from kvtransfer.request_parts import EndReason, RequestEnd, RequestOutput
+from kvtransfer.worker_facts import LeaveCause, Load
 
 logger = logging.getLogger(__name__)
 

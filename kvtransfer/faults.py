@@ -18,8 +18,9 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, TypeVar
 
+from kvtransfer.codec import RequestKey
 from kvtransfer.errors import SettingsError
-from kvtransfer.messages import LifetimeEvent, RequestKey
+from kvtransfer.request_parts import LifetimeEvent
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvtransfer.codec import RequestKey
 from kvtransfer.errors import ProtocolError
-from kvtransfer.messages import Drawn, RequestKey, TokenLogprob
+from kvtransfer.request_parts import Drawn, TokenLogprob
 from kvtransfer.stream import IncomingStream
 
 PeerId = tuple[str, str]

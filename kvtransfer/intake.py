@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtransfer.checksum import is_intact
+from kvtransfer.codec import RequestKey
 from kvtransfer.errors import LossError
 from kvtransfer.kv_messages import DecodeToPrefill, KvCredit, KvFirstToken, KvHeader, KvOffer
 from kvtransfer.layout import KvBody, check_header, head_bytes
-from kvtransfer.messages import KvLayout, RequestKey
 from kvtransfer.stream import MAX_RESENDS_IN_VAIN, IncomingStream, Verdict
+from kvtransfer.worker_facts import KvLayout
 
 CREDITS_A_WINDOW = 4
 

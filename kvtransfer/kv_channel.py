@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import zmq
 
+from kvtransfer.codec import encode
 from kvtransfer.curve import GATEWAY_KEY, CurveKeys
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.kv_messages import (
@@ -26,9 +27,10 @@ from kvtransfer.kv_messages import (
 )
 from kvtransfer.layout import KvBody
 from kvtransfer.line import Dialling, Line
-from kvtransfer.messages import Refused, Role, encode
+from kvtransfer.messages import Refused
 from kvtransfer.sockets import Bounds, Polled, bind, listening_router, receive_now, send_now
 from kvtransfer.unsaid import UnsaidWords
+from kvtransfer.worker_facts import Role
 from kvtransfer.zap import ZapHandler
 
 KV_HWM = 128

@@ -1,5 +1,5 @@
 """The protocol of the KV hand-over, between prefill and decode workers. What its messages have in common with those of
-the control plane is in `kvtransfer/messages.py`.
+the control plane is in `kvtransfer/codec.py`.
 
     prefill -> decode    KvHello, KvOffer, KvHeader (+ K frame + V frame), KvFirstToken, KvAbort
     decode  -> prefill   KvWelcome, Refused, KvGrant, KvCredit, KvResend, KvDone, KvRevoke
@@ -14,22 +14,10 @@ from typing import Annotated, Final
 
 import msgspec
 
-from kvtransfer.messages import (
-    MAX_CHOICES,
-    Attempt,
-    Count,
-    Decoder,
-    Drawn,
-    Fingerprint,
-    KvLayout,
-    Message,
-    Name,
-    Positive,
-    Refused,
-    Text,
-    TokenId,
-    TokenLogprob,
-)
+from kvtransfer.codec import Attempt, Count, Decoder, Message, Name, Positive, Text
+from kvtransfer.messages import Refused
+from kvtransfer.request_parts import MAX_CHOICES, Drawn, TokenId, TokenLogprob
+from kvtransfer.worker_facts import Fingerprint, KvLayout
 
 MAX_BODY_BYTES = 1 << 20
 """Upper bound of one K or V frame, bytes: larger frames slow CURVE down without helping a clear link."""

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from kvtransfer.codec import PROTOCOL_VERSION, Part
 from kvtransfer.errors import ProtocolError
 from kvtransfer.kv_messages import MAX_BODY_BYTES, KvHeader
-from kvtransfer.messages import PROTOCOL_VERSION, Fingerprint, KvLayout, Part
+from kvtransfer.worker_facts import Fingerprint, KvLayout
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 FP8: Final = "float8_e4m3fn+scales"

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from kvtransfer.codec import RequestKey
 from kvtransfer.errors import ProtocolError
-from kvtransfer.messages import Drawn, RequestKey, TokenLogprob
+from kvtransfer.request_parts import Drawn, TokenLogprob
 
 
 class TransferOutcome(Enum):

@@ -6,7 +6,7 @@ Tokens are few in a step; the log probabilities of many prompts at once may not 
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvtransfer.messages import RequestOutput, TokenLogprob
+from kvtransfer.request_parts import RequestOutput, TokenLogprob
 
 MAX_PARCEL_LOGPROBS: Final = 1 << 19
 """In one message, alternatives included; one takes at most 18 bytes, so all of them 9.5 MB."""

@@ -11,7 +11,7 @@ from kvtransfer.incoming import HeadRange, PeerId, overlap
 from kvtransfer.kv_messages import KvHello
 from kvtransfer.layout import describe_mismatch, our_identity
 from kvtransfer.link_name import is_of
-from kvtransfer.messages import Fingerprint, KvLayout
+from kvtransfer.worker_facts import Fingerprint, KvLayout
 
 MAX_PEERS = 1024
 

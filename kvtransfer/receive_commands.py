@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from kvtransfer.codec import RequestKey
 from kvtransfer.incoming import PeerId
-from kvtransfer.messages import RequestKey
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ A prefill worker hangs up a link that it has not used for a lease, so one that w
 import logging
 from collections.abc import Callable
 
+from kvtransfer.codec import MAX_TEXT_CHARS, RequestKey
 from kvtransfer.errors import LossError, MessageError, ProtocolError
 from kvtransfer.incoming import (
     HeadRange,
@@ -33,11 +34,12 @@ from kvtransfer.kv_messages import (
     PrefillToDecode,
 )
 from kvtransfer.layout import FP8, KvBody
-from kvtransfer.messages import MAX_TEXT_CHARS, Fingerprint, KvLayout, KvTraffic, Refused, RequestKey
+from kvtransfer.messages import Refused
 from kvtransfer.peers import PeerBook
 from kvtransfer.receive_commands import Close, Expect, Grant, ReceiveCommand, ReceiverLimits
 from kvtransfer.reception_ends import ReceptionEnds
 from kvtransfer.stream import IncomingStream
+from kvtransfer.worker_facts import Fingerprint, KvLayout, KvTraffic
 from kvtransfer.worker_lines import WorkerLines
 
 logger = logging.getLogger(__name__)

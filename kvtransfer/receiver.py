@@ -15,13 +15,14 @@ import threading
 import time
 from typing import Any
 
+from kvtransfer.codec import RequestKey
 from kvtransfer.incoming import KvOffered, PeerId, ReceptionEnded
 from kvtransfer.intake import IntakeCounts, KvSink
 from kvtransfer.kv_channel import KvListener
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import Fingerprint, KvLayout, KvTraffic, RequestKey
 from kvtransfer.receive_commands import Close, Expect, Grant, ReceiveCommand, ReceiverLimits
 from kvtransfer.receive_machine import ReceiveMachine
+from kvtransfer.worker_facts import Fingerprint, KvLayout, KvTraffic
 
 MESSAGES_A_TURN = 4
 """What is taken before the words that answer it are sent: milliseconds of work, and less than a default window."""

@@ -9,10 +9,10 @@ that it is on. No socket, tensor or clock.
 
 from collections.abc import Callable
 
+from kvtransfer.codec import RequestKey
 from kvtransfer.incoming import IncomingBook, IncomingTransfer, KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.intake import KvSink
 from kvtransfer.kv_messages import DecodeToPrefill, KvDone, KvRevoke
-from kvtransfer.messages import RequestKey
 
 
 class ReceptionEnds:

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvtransfer.messages import DecodeTarget, Drawn, RequestKey, TokenLogprob
+from kvtransfer.codec import RequestKey
+from kvtransfer.messages import DecodeTarget
+from kvtransfer.request_parts import Drawn, TokenLogprob
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from kvtransfer.codec import RequestKey
 from kvtransfer.errors import MessageError, ProtocolError
 from kvtransfer.frames import PLAIN, FrameMaker, FrameOptions, first_token_of, offer_of
 from kvtransfer.kv_messages import (
@@ -25,10 +26,11 @@ from kvtransfer.kv_messages import (
     KvWelcome,
 )
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import KvTraffic, Refused, RequestKey
+from kvtransfer.messages import Refused
 from kvtransfer.outgoing import OutgoingBook, OutgoingTransfer, Piece, TransferEnded, TransferOutcome, TransferTimes
 from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand, SenderTiming
 from kvtransfer.targets import KvOutlet, TargetBook
+from kvtransfer.worker_facts import KvTraffic
 
 TURN_BYTES = 8 << 20
 PIECES_A_TURN = 64

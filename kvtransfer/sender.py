@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvtransfer.codec import RequestKey
 from kvtransfer.curve import CurveKeys
 from kvtransfer.emulated_link import EmulatedLink, LinkSpec
 from kvtransfer.frames import PLAIN, FrameOptions
@@ -23,10 +24,12 @@ from kvtransfer.kv_channel import KvDialer
 from kvtransfer.kv_messages import KvHello
 from kvtransfer.link_name import new_link_name
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import DecodeTarget, Drawn, KvTraffic, RequestKey, TokenLogprob
+from kvtransfer.messages import DecodeTarget
 from kvtransfer.outgoing import TransferEnded
+from kvtransfer.request_parts import Drawn, TokenLogprob
 from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SendCommand, SenderTiming
 from kvtransfer.send_machine import MAX_PROBE_S, KvSource, SendMachine
+from kvtransfer.worker_facts import KvTraffic
 
 
 class KvSender:

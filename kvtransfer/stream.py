@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvtransfer.codec import RequestKey
 from kvtransfer.errors import ProtocolError
 from kvtransfer.kv_messages import KvHeader, KvResend
-from kvtransfer.messages import Drawn, RequestKey, TokenLogprob
+from kvtransfer.request_parts import Drawn, TokenLogprob
 
 MAX_RESENDS_IN_VAIN = 16
 """Times a layer is asked for again without a single token of it arriving; then the transfer fails."""

@@ -22,20 +22,11 @@ from typing import Any, Final, Protocol
 from kvtransfer.control import AllGatewaysRefused, ControlEvent, FromGateway, GatewayLinks, GatewayLost, Report
 from kvtransfer.incoming import KvOffered, ReceptionEnded
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import (
-    Cancel,
-    EndReason,
-    LeaveCause,
-    Load,
-    RequestEnd,
-    RequestMessage,
-    RequestOutput,
-    ResetPrefixCache,
-    Role,
-    SwitchRole,
-)
+from kvtransfer.messages import Cancel, RequestMessage, ResetPrefixCache, SwitchRole
 from kvtransfer.outgoing import TransferEnded
+from kvtransfer.request_parts import EndReason, RequestEnd, RequestOutput
 from kvtransfer.signals import STOP_SIGNALS
+from kvtransfer.worker_facts import LeaveCause, Load, Role
 
 logger = logging.getLogger(__name__)
 

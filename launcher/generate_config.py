@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from engine.offline_config import OfflineConfig
-from kvtransfer.messages import MAX_TOKEN_ID
+from kvtransfer.request_parts import MAX_TOKEN_ID
 from kvtransfer.settings import ProcessSettings, like, setting
 
 STANDARD: Final = "-"

@@ -21,8 +21,8 @@ from typing import Any, Final
 from decode.config import DecodeConfig
 from gateway.config import GatewayConfig
 from kvtransfer.addresses import endpoint
-from kvtransfer.messages import Role
 from kvtransfer.settings import Settings, options, to_flags
+from kvtransfer.worker_facts import Role
 from launcher.config import ServeConfig
 from launcher.gpus import VISIBLE
 from launcher.worker_config import WorkerConfig

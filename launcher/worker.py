@@ -23,10 +23,10 @@ from kvtransfer.curve import CurveKeys, load_keys
 from kvtransfer.errors import SettingsError
 from kvtransfer.kv_channel import KvListener
 from kvtransfer.logs import configure_logging
-from kvtransfer.messages import Role
 from kvtransfer.signals import exit_on_signals
 from kvtransfer.steady_memory import settle_memory
 from kvtransfer.worker import StopRequested, Worker
+from kvtransfer.worker_facts import Role
 from launcher.default_model import resolve_model
 from launcher.worker_config import WorkerConfig
 from prefill.__main__ import build as build_prefill

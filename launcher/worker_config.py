@@ -9,8 +9,8 @@ from decode.config import DecodeConfig
 from engine.config import EngineConfig, default_worker_id
 from kvtransfer.errors import SettingsError
 from kvtransfer.link_name import speaks_for
-from kvtransfer.messages import Role
 from kvtransfer.settings import like, options, setting
+from kvtransfer.worker_facts import Role
 from prefill.config import PrefillConfig
 
 WORKER_KEY: Final = "worker"

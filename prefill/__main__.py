@@ -11,6 +11,7 @@ from engine.cuda_lane import CudaLane
 from engine.grammar_door import GrammarDoor
 from engine.startup import failures_in_one_line
 from kvtransfer.channel import ControlClient
+from kvtransfer.codec import PROTOCOL_VERSION
 from kvtransfer.command_line import parse
 from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.curve import CurveKeys, load_keys
@@ -20,13 +21,14 @@ from kvtransfer.kv_messages import KvHello
 from kvtransfer.layout import FP8
 from kvtransfer.logs import configure_logging
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import PROTOCOL_VERSION, Hello, Role
+from kvtransfer.messages import Hello
 from kvtransfer.send_commands import SenderTiming
 from kvtransfer.send_machine import KvSource
 from kvtransfer.sender import KvSender
 from kvtransfer.signals import exit_on_signals, run_and_leave
 from kvtransfer.steady_memory import settle_memory
 from kvtransfer.worker import Wake, Worker, WorkerEvent, stop_on_signals
+from kvtransfer.worker_facts import Role
 from launcher.default_model import resolve_model
 from prefill.config import PrefillConfig
 from prefill.scheduler import PrefillJob, PrefillLimits, PrefillScheduler

@@ -30,17 +30,10 @@ from dataclasses import dataclass, field
 
 from engine.request import Outgoing, Request, RequestState, ScheduledRow, with_followers
 from engine.request_book import RequestBook
-from kvtransfer.messages import (
-    DecodeTarget,
-    Drawn,
-    EndReason,
-    LifetimeEvent,
-    RequestEnd,
-    RequestKey,
-    RequestOutput,
-    TokenLogprob,
-)
+from kvtransfer.codec import RequestKey
+from kvtransfer.messages import DecodeTarget
 from kvtransfer.outgoing import TransferEnded, TransferOutcome, TransferTimes
+from kvtransfer.request_parts import Drawn, EndReason, LifetimeEvent, RequestEnd, RequestOutput, TokenLogprob
 
 OLDEST_SHARE = 4
 """The oldest request gets at least 1/OLDEST_SHARE of each step's budget."""

@@ -7,9 +7,9 @@ import torch
 from engine.assembly import Engine
 from engine.staging import Lane, LentBuffers
 from engine.wire_fp8 import pack
+from kvtransfer.codec import RequestKey
 from kvtransfer.kv_messages import MAX_BODY_BYTES
 from kvtransfer.layout import FP8, KvBody
-from kvtransfer.messages import RequestKey
 from kvtransfer.outgoing import Piece
 from prefill.scheduler import PrefillScheduler
 

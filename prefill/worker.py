@@ -17,12 +17,14 @@ from engine.grammar_door import GrammarDoor
 from engine.request import ScheduledRow, StepResult
 from engine.role import EngineRole
 from engine.wire_fp8 import quantise
+from kvtransfer.codec import RequestKey
 from kvtransfer.faults import Witness, unwatched
 from kvtransfer.layout import FP8, KvBody
-from kvtransfer.messages import KvTraffic, PrefillRequest, RequestKey, RequestMessage
+from kvtransfer.messages import PrefillRequest, RequestMessage
 from kvtransfer.outgoing import Piece, TransferEnded
 from kvtransfer.sender import KvSender
 from kvtransfer.worker import TransferEvent
+from kvtransfer.worker_facts import KvTraffic
 from prefill.scheduler import (
     AbortTransfer,
     OpenTransfer,

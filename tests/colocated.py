@@ -8,7 +8,7 @@ from engine.assembly import Engine, assemble
 from engine.config import EngineConfig
 from engine.request import Request, RequestState, ScheduledRow
 from engine.stopping import finish_reason
-from kvtransfer.messages import EndReason, RequestSpec, SamplingParams
+from kvtransfer.request_parts import EndReason, RequestSpec, SamplingParams
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,20 @@ ALLOWED = {
     "kernels": (),
     "kvtransfer": (),
     # Gateway and workers share it, so it knows nothing of either.
-    "grammar": ("kvtransfer.messages",),
+    "grammar": ("kvtransfer.request_parts",),
     # Not the sockets and not the hand-over: an engine runs without a cluster.
     "engine": (
         "grammar",
         "kernels",
         "kvtransfer.addresses",
+        "kvtransfer.codec",
         "kvtransfer.command_line",
         "kvtransfer.errors",
         "kvtransfer.faults",
         "kvtransfer.messages",
+        "kvtransfer.request_parts",
         "kvtransfer.settings",
+        "kvtransfer.worker_facts",
     ),
     "prefill": ("engine", "kvtransfer"),
     "decode": ("engine", "kvtransfer"),

@@ -17,17 +17,10 @@ from kvtransfer.faults import unwatched
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.kv_messages import KvHeader
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import (
-    Cancel,
-    DecodeRequest,
-    EndReason,
-    KvLayout,
-    KvTraffic,
-    LifetimeEvent,
-    PrefillRequest,
-    PrefillSource,
-)
+from kvtransfer.messages import Cancel, DecodeRequest, PrefillRequest, PrefillSource
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
+from kvtransfer.request_parts import EndReason, LifetimeEvent
+from kvtransfer.worker_facts import KvLayout, KvTraffic
 from tests.kvtransfer.samples import FINGERPRINT, spec
 
 KEY, PEER = ("r", 0), ("prefill-0", "g1")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtransfer.faults import FaultAction, FaultPlan
-from kvtransfer.messages import LifetimeEvent
+from kvtransfer.request_parts import LifetimeEvent
 from tests.e2e.cluster import DECODE, GATEWAY, PREFILL
 from tests.e2e.processes import REPOSITORY, RoleProcess
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvtransfer.messages import EndReason, SamplingParams
+from kvtransfer.request_parts import EndReason, SamplingParams
 from tests.colocated import Colocated
 from tests.e2e.client import complete, stream
 from tests.e2e.cluster import Cluster, ClusterFlags, running_cluster

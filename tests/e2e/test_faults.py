@@ -3,7 +3,7 @@
 import pytest
 
 from kvtransfer.faults import FaultAction
-from kvtransfer.messages import LifetimeEvent
+from kvtransfer.request_parts import LifetimeEvent
 from tests.e2e.cluster import DECODE, GATEWAY, PREFILL, running_cluster
 from tests.e2e.conftest import FAULT_ROWS
 from tests.e2e.fault_cases import ALL_CASES, FaultCase, cases_of, events_recorded_by

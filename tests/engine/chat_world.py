@@ -15,8 +15,10 @@ from engine.queue_rules import QueueRules
 from engine.request import RequestState
 from engine.swap_space import SwapSpace
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import DecodeTarget, Load, RequestSpec
+from kvtransfer.messages import DecodeTarget
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
+from kvtransfer.request_parts import RequestSpec
+from kvtransfer.worker_facts import Load
 from prefill.scheduler import OpenTransfer, PrefillJob, PrefillLimits, PrefillScheduler
 from tests.engine.two_roles import tiny_engine
 

@@ -9,7 +9,7 @@ from engine.block_pool import BlockPool
 from engine.loading import LoadedModel
 from engine.request import Request, ScheduledRow
 from engine.runner import Runner, Sample
-from kvtransfer.messages import RequestSpec, SamplingParams
+from kvtransfer.request_parts import RequestSpec, SamplingParams
 
 
 def argmax(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:

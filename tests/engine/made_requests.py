@@ -1,7 +1,7 @@
 """Requests with a prompt, an output so far, and sampling parameters."""
 
 from engine.request import Request
-from kvtransfer.messages import RequestSpec, SamplingParams
+from kvtransfer.request_parts import RequestSpec, SamplingParams
 
 
 def request_with(output=(), *, prompt=(4, 5, 6), **sampling) -> Request:

@@ -6,7 +6,7 @@ import pytest
 
 from engine.admission import check_group, check_spec
 from engine.errors import RejectedError
-from kvtransfer.messages import MAX_PROMPT_LOGPROBS, Grammar, GrammarKind, RequestSpec, SamplingParams, Sibling
+from kvtransfer.request_parts import MAX_PROMPT_LOGPROBS, Grammar, GrammarKind, RequestSpec, SamplingParams, Sibling
 
 
 def spec_with(num_prompt=4, resumed=(), **sampling):

@@ -9,7 +9,7 @@ from engine.errors import CapacityError
 from engine.kv_cache import GIB, KvCache, bytes_per_block
 from kernels.face import KvScales
 from kernels.reference import ReferenceKernels
-from kvtransfer.messages import KvLayout
+from kvtransfer.worker_facts import KvLayout
 from tests.engine.fake_lane import FakeLane
 
 NUM_BLOCKS = 6

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvtransfer.messages import RequestSpec, SamplingParams
+from kvtransfer.request_parts import RequestSpec, SamplingParams
 from tests.engine.chat_world import ChatWorld, PoolSizes, Service, Turn
 
 NUM_CHATS, NUM_ROUNDS, SEEDS = 7, 3, range(4)

@@ -15,7 +15,7 @@ from engine.loading import load
 from engine.request import ScheduledRow
 from engine.runner import Runner
 from kernels.reference import ReferenceKernels
-from kvtransfer.messages import KvLayout
+from kvtransfer.worker_facts import KvLayout
 from tests.engine.greedy_loop import GreedyLoop, argmax, make_request, make_runner
 from tests.engine.test_runner import make_prompts
 

@@ -6,7 +6,7 @@ import random
 import pytest
 from msgspec import structs
 
-from kvtransfer.messages import RequestSpec, SamplingParams, Sibling
+from kvtransfer.request_parts import RequestSpec, SamplingParams, Sibling
 from tests.engine.two_roles import TwoRoles
 
 NUM_CHOICES = 4

@@ -12,7 +12,8 @@ from engine.grammars import Grammars
 from engine.queue_rules import QueueRules
 from engine.token_masks import TokenMasks
 from grammar.child import Child, ChildLostError, Death
-from kvtransfer.messages import Cancel, DecodeRequest, EndReason, Grammar, Sibling
+from kvtransfer.messages import Cancel, DecodeRequest
+from kvtransfer.request_parts import EndReason, Grammar, Sibling
 from tests.decode.test_worker import RecordingReceiver, engine_with, outputs_of
 from tests.grammar.made_grammars import BAD, BOMBS, grammar, regex
 from tests.kvtransfer.samples import spec

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from kvtransfer.messages import EndReason, RequestSpec, SamplingParams
+from kvtransfer.request_parts import EndReason, RequestSpec, SamplingParams
 from tests.colocated import Colocated
 from tests.engine.two_roles import TwoRoles
 from tests.grammar.made_grammars import regex

@@ -14,7 +14,7 @@ from engine.kv_cache import FLOAT8, SLOTS_KEPT, KvCache, bytes_per_block
 from engine.kv_scales import unit_scales
 from kernels.reference import ReferenceKernels
 from kernels.select import select_kernels
-from kvtransfer.messages import KvLayout
+from kvtransfer.worker_facts import KvLayout
 
 CPU = torch.device("cpu")
 

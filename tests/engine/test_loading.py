@@ -23,7 +23,7 @@ from engine.loading import (
 )
 from kernels.select import UnknownBackendError
 from kvtransfer.errors import SettingsError
-from kvtransfer.messages import KvLayout
+from kvtransfer.worker_facts import KvLayout
 from tests.engine.greedy_loop import argmax
 from tests.tiny_models import END_OF_TURN_ID, EOS_ID, VOCAB_SIZE
 

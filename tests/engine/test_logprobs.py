@@ -13,7 +13,7 @@ from engine import logprobs as logprobs_module
 from engine.loading import load
 from engine.logprobs import likelihood_keys, token_logprobs
 from engine.request import Request, ScheduledRow
-from kvtransfer.messages import MAX_LOGPROBS, MIN_LOGPROB, RequestSpec, SamplingParams
+from kvtransfer.request_parts import MAX_LOGPROBS, MIN_LOGPROB, RequestSpec, SamplingParams
 from tests.engine.greedy_loop import make_runner
 from tests.tiny_models import VOCAB_SIZE
 

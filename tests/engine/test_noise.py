@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from engine.noise import draw_key, noise_key
-from kvtransfer.messages import RequestSpec, SamplingParams
+from kvtransfer.request_parts import RequestSpec, SamplingParams
 
 
 def key(prompt=(1, 2, 3), *, seed=7, choice_index=0, request_id="r", attempt=0, **sampling):

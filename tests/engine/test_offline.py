@@ -10,7 +10,7 @@ from engine.errors import ArgumentTypeError, CapacityError, DeviceError, Rejecte
 from engine.loading import blocks_in
 from engine.offline import AHEAD, LLM, SamplingParams
 from engine.offline_config import OfflineConfig, called_by_keyword
-from kvtransfer import messages
+from kvtransfer import request_parts
 from kvtransfer.errors import SettingsError
 from tests.colocated import Colocated
 from tests.e2e.reference import ReferenceModel
@@ -71,7 +71,8 @@ def test_greedy_tokens_are_those_of_transformers(llm, folder):
 def test_drawn_tokens_are_the_oracles_for_the_same_seeds(llm, folder):
     params = [SamplingParams(max_tokens=20, seed=seed, top_p=0.9, ignore_eos=True) for seed in range(len(PROMPTS))]
     sampling = [
-        messages.SamplingParams(max_tokens=20, seed=seed, top_p=0.9, ignore_eos=True) for seed in range(len(PROMPTS))
+        request_parts.SamplingParams(max_tokens=20, seed=seed, top_p=0.9, ignore_eos=True)
+        for seed in range(len(PROMPTS))
     ]
     expected = Colocated.load(folder, kv_cache_gib=0.01).generate(PROMPTS, sampling)
     assert tokens(generate(llm, PROMPTS, params)) == [tuple(each.token_ids) for each in expected]

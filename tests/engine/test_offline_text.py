@@ -14,7 +14,7 @@ from gateway.backend import TokenDelta
 from gateway.choice_text import ChoiceRules, ChoiceText
 from gateway.schemas import CompletionRequest
 from gateway.tokenizer import Tokenizer
-from kvtransfer.messages import EndReason
+from kvtransfer.request_parts import EndReason
 from tests.e2e.prompts import PROMPTS
 from tests.tiny_models import VOCAB_SIZE, make_tokenizer
 

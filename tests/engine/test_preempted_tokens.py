@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from kvtransfer.messages import RequestSpec, SamplingParams
+from kvtransfer.request_parts import RequestSpec, SamplingParams
 from tests.engine.two_roles import TwoRoles
 
 SAMPLINGS = [

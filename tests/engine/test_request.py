@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from engine.request import IllegalMoveError, Request, RequestState, ScheduledRow, with_followers
-from kvtransfer.messages import LifetimeEvent
+from kvtransfer.request_parts import LifetimeEvent
 from tests.kvtransfer.samples import spec
 
 W, FOL, OFF, REC, RUN, PRE, HAND, CLOSE, END = RequestState

@@ -4,7 +4,7 @@ token, through both schedulers and runners."""
 import pytest
 from msgspec.structs import replace
 
-from kvtransfer.messages import EndReason, RequestSpec, SamplingParams
+from kvtransfer.request_parts import EndReason, RequestSpec, SamplingParams
 from tests.engine.two_roles import TwoRoles
 
 PROMPT = tuple(5 + i * 7 % 300 for i in range(21))

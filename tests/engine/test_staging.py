@@ -16,8 +16,8 @@ from kernels.reference import ReferenceKernels
 from kvtransfer.faults import unwatched
 from kvtransfer.kv_messages import KvHeader
 from kvtransfer.layout import FP8, KvBody
-from kvtransfer.messages import KvLayout
 from kvtransfer.outgoing import Piece
+from kvtransfer.worker_facts import KvLayout
 from prefill import staged_source as source_module
 from prefill.staged_source import StagedSource
 from prefill.worker import PoolSource, PrefillRole

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.stopping import finish_reason, stop_ids
-from kvtransfer.messages import EndReason, SamplingParams
+from kvtransfer.request_parts import EndReason, SamplingParams
 from tests.engine.made_requests import request_with
 
 EOS = frozenset({2, 3})

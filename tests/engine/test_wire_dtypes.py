@@ -10,6 +10,7 @@ from engine.kv_cache import KvCache
 from engine.wire_fp8 import dequantise, quantise
 from kernels.reference import ReferenceKernels
 from kvtransfer import receive_machine as machine_module
+from kvtransfer.codec import PROTOCOL_VERSION
 from kvtransfer.faults import unwatched
 from kvtransfer.frames import TOGETHER_BYTES, FrameMaker, FrameOptions
 from kvtransfer.incoming import KvOffered, ReceptionOutcome
@@ -17,12 +18,13 @@ from kvtransfer.kv_channel import KvListener
 from kvtransfer.kv_messages import KvHello, KvWelcome
 from kvtransfer.layout import FP8
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvLayout
+from kvtransfer.messages import DecodeTarget
 from kvtransfer.outgoing import TransferOutcome
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.send_commands import SenderTiming
 from kvtransfer.sender import KvSender
+from kvtransfer.worker_facts import KvLayout
 from prefill.worker import PoolSource
 from tests.kvtransfer.fake_pools import wait_until
 from tests.kvtransfer.samples import FINGERPRINT

@@ -6,7 +6,7 @@ import torch
 from engine.buffers import as_bytes
 from engine.wire_fp8 import LARGEST, dequantise, quantise
 from kvtransfer.layout import FP8, head_bytes
-from kvtransfer.messages import KvLayout
+from kvtransfer.worker_facts import KvLayout
 
 SHAPES = [(1, 1, 8), (5, 3, 64), (16, 2, 80), (7, 4, 128)]
 

@@ -13,8 +13,10 @@ from engine.queue_rules import QueueRules
 from engine.request import RequestState
 from engine.swap_space import SwapSpace
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import DecodeTarget, Drawn, EndReason, Load, RequestSpec
+from kvtransfer.messages import DecodeTarget
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
+from kvtransfer.request_parts import Drawn, EndReason, RequestSpec
+from kvtransfer.worker_facts import Load
 from prefill.scheduler import PrefillJob, PrefillLimits, PrefillScheduler
 
 LEASE_S = 10.0

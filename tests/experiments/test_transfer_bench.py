@@ -16,7 +16,7 @@ from experiments.transfer_sides import OURS, SIDES
 from kernels.reference import ReferenceKernels
 from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import KvLayout
+from kvtransfer.worker_facts import KvLayout
 
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", block_size=4)
 LOAD = Load(LAYOUT, tokens=10, requests=4)

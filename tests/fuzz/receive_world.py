@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
+from kvtransfer.codec import PROTOCOL_VERSION, encode
 from kvtransfer.incoming import MAX_PARKED_OFFERS, MAX_REMEMBERED, KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.kv_messages import KvFirstToken, KvHeader, KvHello, KvOffer, decode_from_decode, decode_from_prefill
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import PROTOCOL_VERSION, encode
 from kvtransfer.peers import MAX_PEERS
 from kvtransfer.receive_machine import Close, Expect, Grant, ReceiveMachine, ReceiverLimits
 from kvtransfer.worker_lines import MAX_NAMED

@@ -10,6 +10,7 @@ others say, what is sent to it must be right and complete. Steps are lists that 
 from itertools import product
 from typing import Any
 
+from kvtransfer.codec import PROTOCOL_VERSION, encode
 from kvtransfer.errors import SettingsError
 from kvtransfer.frames import TOGETHER_BYTES, FrameOptions
 from kvtransfer.kv_messages import (
@@ -24,7 +25,7 @@ from kvtransfer.kv_messages import (
     decode_from_decode,
     decode_from_prefill,
 )
-from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, encode
+from kvtransfer.messages import DecodeTarget
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
 from kvtransfer.send_commands import Abort, FirstToken, Open, Ready, SenderTiming
 from kvtransfer.send_machine import SendMachine

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtransfer.codec import encode
 from kvtransfer.complaints import MAX_SENDERS
 from kvtransfer.control import MAX_PENDING_CANCELS, FromGateway, GatewayLinks, GatewayLost, LinkTiming
 from kvtransfer.gateway_link import HELLO_INTERVAL_S
@@ -11,13 +12,12 @@ from kvtransfer.messages import (
     Cancel,
     GatewayBeat,
     PrefillRequest,
-    RequestOutput,
     StepOutput,
     Welcome,
     decode_from_gateway,
     decode_from_worker,
-    encode,
 )
+from kvtransfer.request_parts import RequestOutput
 from tests.fuzz.hostile import NAMES, QUICK, TREES, frame_of, spoilt, tree_of
 from tests.kvtransfer.control_world import HELLO
 from tests.kvtransfer.samples import FROM_GATEWAY, FROM_WORKER, spec

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtransfer.codec import MAX_ERROR_CHARS, encode
 from kvtransfer.errors import MessageError
 from kvtransfer.kv_messages import decode_from_decode, decode_from_prefill
-from kvtransfer.messages import MAX_ERROR_CHARS, decode_from_gateway, decode_from_worker, encode
+from kvtransfer.messages import decode_from_gateway, decode_from_worker
 from tests.fuzz.hostile import QUICK, TREES, frame_of, spoilt
 from tests.kvtransfer.samples import FROM_DECODE, FROM_GATEWAY, FROM_PREFILL, FROM_WORKER
 

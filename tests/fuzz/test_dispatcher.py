@@ -11,15 +11,9 @@ from gateway.cluster import Cluster, ClusterSettings
 from gateway.dispatch import DispatchSettings
 from gateway.flights import Flights
 from gateway.retired import RetiredStarts
-from kvtransfer.messages import (
-    EndReason,
-    PrefillRequest,
-    RequestOutput,
-    StepOutput,
-    decode_from_gateway,
-    decode_from_worker,
-    encode,
-)
+from kvtransfer.codec import encode
+from kvtransfer.messages import PrefillRequest, StepOutput, decode_from_gateway, decode_from_worker
+from kvtransfer.request_parts import EndReason, RequestOutput
 from tests.fuzz.hostile import NUMBERS, QUICK, TREES, VALUES, frame_of, spoilt, tree_of
 from tests.gateway.cluster_world import beat, hello, step, world
 from tests.kvtransfer.samples import FROM_GATEWAY, FROM_WORKER

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from grammar.compiler import compile_grammar, fault_of
 from grammar.errors import GrammarError
 from grammar.examiner import Examiner, Outfit
-from kvtransfer.messages import GrammarKind
+from kvtransfer.request_parts import GrammarKind
 from tests.fuzz.hostile import QUICK
 from tests.grammar.made_grammars import BAD, GOOD, grammar, tokenizer_json, vocabulary
 from tests.tiny_models import EOS_ID, VOCAB_SIZE

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtransfer.codec import PROTOCOL_VERSION
 from kvtransfer.incoming import MAX_PARKED_OFFERS
 from kvtransfer.kv_messages import KvHello, KvOffer
-from kvtransfer.messages import PROTOCOL_VERSION
 from kvtransfer.peers import MAX_PEERS
 from tests.fuzz.hostile import NAMES, NUMBERS, QUICK, TREES, VALUES, play, spoilt, tree_of
 from tests.fuzz.receive_world import NUM_KEYS, ReceiveWorld, key_of, sequence_from

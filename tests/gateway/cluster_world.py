@@ -14,27 +14,11 @@ from gateway.failover import RetryReason
 from gateway.gathering import Gathering
 from gateway.modes import Mode
 from gateway.observer import KvHandover, RequestOutcome
+from kvtransfer.codec import PROTOCOL_VERSION
 from kvtransfer.link_name import worker_of
-from kvtransfer.messages import (
-    PROTOCOL_VERSION,
-    EndReason,
-    Fingerprint,
-    GatewayBeat,
-    Heartbeat,
-    Hello,
-    KvLayout,
-    LifetimeEvent,
-    Limits,
-    Load,
-    RequestEnd,
-    RequestMessage,
-    RequestOutput,
-    RequestSpec,
-    Role,
-    SamplingParams,
-    StepOutput,
-    Welcome,
-)
+from kvtransfer.messages import GatewayBeat, Heartbeat, Hello, RequestMessage, StepOutput, Welcome
+from kvtransfer.request_parts import EndReason, LifetimeEvent, RequestEnd, RequestOutput, RequestSpec, SamplingParams
+from kvtransfer.worker_facts import Fingerprint, KvLayout, Limits, Load, Role
 
 EPOCH = "epoch-1"
 RESERVED = {LifetimeEvent.RECEIVED: 0.0, LifetimeEvent.RESERVED: 0.0}

@@ -19,7 +19,7 @@ from gateway.limits import HttpSettings
 from gateway.metrics import Metrics
 from gateway.modes import Mode
 from gateway.tokenizer import Tokenizer
-from kvtransfer.messages import EndReason, SamplingParams
+from kvtransfer.request_parts import EndReason, SamplingParams
 
 CORPUS = (
     "the quick brown fox jumps over the lazy dog",

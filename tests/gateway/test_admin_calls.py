@@ -12,7 +12,7 @@ from gateway.config import GatewayConfig
 from gateway.limits import HttpSettings
 from gateway.metrics import Metrics
 from kvtransfer.errors import SettingsError
-from kvtransfer.messages import Load, Role
+from kvtransfer.worker_facts import Load, Role
 from tests.gateway.http_world import ScriptedBackend, make_world, tokenizer_of_world
 
 SWITCH = "/admin/workers/worker-0/role"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.beam_search import BeamRules, BeamSearch
-from kvtransfer.messages import TokenLogprob
+from kvtransfer.request_parts import TokenLogprob
 from tests.beams import plain_beams
 
 VOCAB = 12

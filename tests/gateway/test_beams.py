@@ -8,7 +8,7 @@ import pytest
 
 from gateway.backend import OverloadedError, TokenDelta, UnavailableError
 from gateway.modes import Mode
-from kvtransfer.messages import EndReason, TokenLogprob
+from kvtransfer.request_parts import EndReason, TokenLogprob
 from tests.beams import plain_beams
 from tests.gateway.http_world import NUM_IDS, ScriptedBackend, ids_of, make_world, tokenizer_of_world
 from tests.gateway.test_hostile_input import check_refusal

@@ -5,7 +5,7 @@ import pytest
 from gateway.backend import TokenDelta
 from gateway.choice_text import ShownToken, TextDelta
 from gateway.ranking import best_of
-from kvtransfer.messages import EndReason, TokenLogprob
+from kvtransfer.request_parts import EndReason, TokenLogprob
 from tests.gateway.http_world import ScriptedBackend, ids_of, make_world
 
 TEXTS = ("a", "bc", "def", "ghij")

@@ -5,20 +5,11 @@ import pytest
 
 from gateway.cluster import Cluster, ClusterSettings
 from gateway.retired import RetiredStarts
+from kvtransfer.codec import PROTOCOL_VERSION, encode
 from kvtransfer.errors import IdentityError, MessageError, SettingsError
-from kvtransfer.messages import (
-    PROTOCOL_VERSION,
-    Cancel,
-    GatewayBeat,
-    Goodbye,
-    Refused,
-    Reintroduce,
-    RequestOutput,
-    Role,
-    Welcome,
-    decode_from_gateway,
-    encode,
-)
+from kvtransfer.messages import Cancel, GatewayBeat, Goodbye, Refused, Reintroduce, Welcome, decode_from_gateway
+from kvtransfer.request_parts import RequestOutput
+from kvtransfer.worker_facts import Role
 from tests.gateway.cluster_world import EPOCH, FINGERPRINT, LAYOUT, LIMITS, beat, hello, link, link_for, step
 
 BOTH = ("prefill-0", "decode-0")

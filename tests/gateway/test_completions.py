@@ -10,7 +10,7 @@ from gateway.backend import (
     TokenDelta,
     UnavailableError,
 )
-from kvtransfer.messages import EndReason
+from kvtransfer.request_parts import EndReason
 from tests.gateway.http_world import ScriptedBackend, ids_of, make_world, saying, tokenizer_of_world
 
 

@@ -21,24 +21,21 @@ from gateway.failover import FailoverSettings
 from gateway.merge import InconsistentOutputError
 from gateway.modes import Mode
 from gateway.observer import KvHandover, Phases
+from kvtransfer.codec import PROTOCOL_VERSION, encode
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.messages import (
-    PROTOCOL_VERSION,
     Cancel,
     DecodeRequest,
     DecodeTarget,
-    EndReason,
     GatewayBeat,
     Goodbye,
-    LifetimeEvent,
     PrefillRequest,
     PrefillSource,
     Refused,
     Reintroduce,
-    RequestOutput,
     decode_from_gateway,
-    encode,
 )
+from kvtransfer.request_parts import EndReason, LifetimeEvent, RequestOutput
 from tests.gateway.cluster_world import EPOCH, LIMITS, Client, World, beat, hello, link, sampling, step, world
 from tests.gateway.test_phases import DECODE_READINGS, PREFILL_READINGS
 

@@ -3,16 +3,9 @@
 import pytest
 
 from gateway.backend import InvalidRequestError, RequestFailedError
-from kvtransfer.messages import (
-    MAX_PROMPT_LOGPROBS,
-    DecodeRequest,
-    EndReason,
-    Goodbye,
-    Limits,
-    PrefillRequest,
-    PromptLogprobs,
-    TokenLogprob,
-)
+from kvtransfer.messages import DecodeRequest, Goodbye, PrefillRequest
+from kvtransfer.request_parts import MAX_PROMPT_LOGPROBS, EndReason, PromptLogprobs, TokenLogprob
+from kvtransfer.worker_facts import Limits
 from tests.gateway.cluster_world import hello, world
 from tests.gateway.test_dispatch import BOTH, in_loop, started
 

@@ -15,8 +15,10 @@ from gateway.dispatch import Dispatcher, DispatchSettings
 from kvtransfer.channel import ControlServer
 from kvtransfer.control import FromGateway, GatewayLinks, GatewayLost, LinkTiming
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import Cancel, DecodeRequest, LeaveCause, PrefillRequest, RequestOutput
+from kvtransfer.messages import Cancel, DecodeRequest, PrefillRequest
+from kvtransfer.request_parts import RequestOutput
 from kvtransfer.sockets import endpoint_port
+from kvtransfer.worker_facts import LeaveCause
 from tests.gateway.cluster_world import EPOCH, RESERVED, Client, hello, sampling
 from tests.kvtransfer.cut_proxy import Direction, cut_proxy
 

@@ -21,7 +21,9 @@ from gateway.dispatch import DispatchSettings
 from gateway.failover import FailoverSettings, RetryReason
 from gateway.modes import Mode, ModeRules
 from kvtransfer.errors import MessageError
-from kvtransfer.messages import Cancel, DecodeRequest, EndReason, Goodbye, LeaveCause, PrefillRequest, RequestSpec
+from kvtransfer.messages import Cancel, DecodeRequest, Goodbye, PrefillRequest
+from kvtransfer.request_parts import EndReason, RequestSpec
+from kvtransfer.worker_facts import LeaveCause
 from tests.gateway.cluster_world import RESERVED, Client, World
 
 LOCAL_THRESHOLD = 6

@@ -11,7 +11,9 @@ from gateway.failover import SAME_WORKER_DELAY_S, Failover, FailoverSettings, Re
 from gateway.flight import Deadlines, Flight, FlightState, IllegalFlightMoveError
 from gateway.stream import TokenStream
 from kvtransfer.errors import SettingsError
-from kvtransfer.messages import Cancel, DecodeRequest, EndReason, Goodbye, LeaveCause, PrefillRequest
+from kvtransfer.messages import Cancel, DecodeRequest, Goodbye, PrefillRequest
+from kvtransfer.request_parts import EndReason
+from kvtransfer.worker_facts import LeaveCause
 from tests.gateway.cluster_world import LIMITS, beat, hello, sampling, world
 from tests.gateway.test_dispatch import BOTH, in_loop, started
 from tests.gateway.test_phases import DECODE_READINGS, PREFILL_READINGS, sum_of

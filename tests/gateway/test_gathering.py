@@ -8,7 +8,9 @@ from gateway.backend import OverloadedError, UnavailableError
 from gateway.dispatch import DispatchSettings
 from gateway.gathering import Gathering
 from gateway.modes import Mode
-from kvtransfer.messages import Cancel, DecodeRequest, EndReason, Limits, PrefillRequest
+from kvtransfer.messages import Cancel, DecodeRequest, PrefillRequest
+from kvtransfer.request_parts import EndReason
+from kvtransfer.worker_facts import Limits
 from tests.gateway.cluster_world import beat, hello, world
 from tests.gateway.test_dispatch import in_loop
 

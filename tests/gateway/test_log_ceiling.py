@@ -6,7 +6,9 @@ from gateway.backend import OverloadedError, RequestFailedError
 from gateway.cluster import ClusterSettings
 from gateway.dispatch import DispatchSettings
 from kvtransfer.line_budget import MAX_LOGGED_CHARS, NUM_LINES, PERIOD_S
-from kvtransfer.messages import EndReason, Goodbye, LeaveCause
+from kvtransfer.messages import Goodbye
+from kvtransfer.request_parts import EndReason
+from kvtransfer.worker_facts import LeaveCause
 from tests.gateway.cluster_world import hello, world
 from tests.gateway.test_dispatch import BOTH, in_loop, started
 

@@ -8,7 +8,7 @@ from gateway.backend import TokenDelta
 from gateway.echo import echo_of
 from gateway.token_texts import TokenTexts
 from gateway.tokenizer import Tokenizer
-from kvtransfer.messages import MAX_PROMPT_LOGPROBS, EndReason, TokenLogprob
+from kvtransfer.request_parts import MAX_PROMPT_LOGPROBS, EndReason, TokenLogprob
 from tests.gateway.http_world import (
     NUM_IDS,
     ScriptedBackend,

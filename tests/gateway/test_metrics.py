@@ -9,19 +9,10 @@ from gateway.failover import RetryReason
 from gateway.metrics import Metrics, RequestTimer
 from gateway.observer import KvHandover, Phases, RequestOutcome
 from gateway.worker import Worker
-from kvtransfer.messages import (
-    PROTOCOL_VERSION,
-    EndReason,
-    Fingerprint,
-    Hello,
-    KvLayout,
-    KvTraffic,
-    LifetimeEvent,
-    Limits,
-    Load,
-    Role,
-    SwapLoad,
-)
+from kvtransfer.codec import PROTOCOL_VERSION
+from kvtransfer.messages import Hello
+from kvtransfer.request_parts import EndReason, LifetimeEvent
+from kvtransfer.worker_facts import Fingerprint, KvLayout, KvTraffic, Limits, Load, Role, SwapLoad
 from tests.gateway.http_world import ids_of, make_world, saying
 
 

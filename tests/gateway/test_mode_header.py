@@ -6,7 +6,7 @@ from gateway.backend import RequestFailedError
 from gateway.metrics import Metrics
 from gateway.modes import Mode
 from gateway.observer import Phases, RequestOutcome
-from kvtransfer.messages import EndReason
+from kvtransfer.request_parts import EndReason
 from tests.gateway.http_world import ScriptedBackend, events_of, make_world
 from tests.gateway.test_metrics import values_of
 

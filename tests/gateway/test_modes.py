@@ -8,17 +8,9 @@ from gateway.failover import FailoverSettings, RetryReason
 from gateway.merge import InconsistentOutputError, TokenMerge
 from gateway.modes import Mode, ModeRules
 from kvtransfer.errors import SettingsError
-from kvtransfer.messages import (
-    Cancel,
-    DecodeRequest,
-    EndReason,
-    Goodbye,
-    Limits,
-    PrefillRequest,
-    RequestEnd,
-    RequestOutput,
-    Role,
-)
+from kvtransfer.messages import Cancel, DecodeRequest, Goodbye, PrefillRequest
+from kvtransfer.request_parts import EndReason, RequestEnd, RequestOutput
+from kvtransfer.worker_facts import Limits, Role
 from tests.gateway.cluster_world import RESERVED, beat, hello, step, world
 from tests.gateway.test_dispatch import BOTH, in_loop
 from tests.gateway.test_phases import LOCAL_READINGS, sum_of

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gateway.metrics import Metrics
 from gateway.observer import Phases, RequestOutcome
-from kvtransfer.messages import EndReason, LifetimeEvent
+from kvtransfer.request_parts import EndReason, LifetimeEvent
 from tests.gateway.test_metrics import values_of
 
 PREFILL_READINGS = {LifetimeEvent.RECEIVED: 0.0, LifetimeEvent.SCHEDULED: 0.25, LifetimeEvent.FIRST_TOKEN: 1.0}

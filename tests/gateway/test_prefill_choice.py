@@ -3,7 +3,9 @@
 from contextlib import asynccontextmanager
 
 from gateway.modes import Mode
-from kvtransfer.messages import EndReason, Goodbye, Limits, PrefillRequest, RequestOutput
+from kvtransfer.messages import Goodbye, PrefillRequest
+from kvtransfer.request_parts import EndReason, RequestOutput
+from kvtransfer.worker_facts import Limits
 from tests.gateway.cluster_world import hello, step, world
 from tests.gateway.test_dispatch import in_loop
 

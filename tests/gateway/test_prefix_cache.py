@@ -3,7 +3,8 @@
 import pytest
 
 from gateway.backend import TokenDelta, Traits
-from kvtransfer.messages import EndReason, PrefillRequest, RequestOutput, ResetPrefixCache
+from kvtransfer.messages import PrefillRequest, ResetPrefixCache
+from kvtransfer.request_parts import EndReason, RequestOutput
 from tests.gateway.cluster_world import hello, step
 from tests.gateway.cluster_world import world as cluster
 from tests.gateway.http_world import ScriptedBackend, ids_of, make_world

@@ -7,17 +7,9 @@ from gateway.backend import ConflictError, UnavailableError, UnknownWorkerError
 from gateway.cluster import Cluster, ClusterSettings
 from gateway.failover import RetryReason
 from gateway.modes import Mode
-from kvtransfer.messages import (
-    DecodeRequest,
-    EndReason,
-    Goodbye,
-    LeaveCause,
-    PrefillRequest,
-    Refused,
-    Role,
-    SwitchRole,
-    Welcome,
-)
+from kvtransfer.messages import DecodeRequest, Goodbye, PrefillRequest, Refused, SwitchRole, Welcome
+from kvtransfer.request_parts import EndReason
+from kvtransfer.worker_facts import LeaveCause, Role
 from tests.gateway.cluster_world import EPOCH, beat, hello, link, world
 from tests.gateway.test_dispatch import in_loop
 

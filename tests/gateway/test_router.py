@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gateway.backend import UnavailableError
 from gateway.router import InFlightBook, choose
 from gateway.worker import Worker
-from kvtransfer.messages import Load
+from kvtransfer.worker_facts import Load
 from tests.gateway.cluster_world import LIMITS, hello
 
 

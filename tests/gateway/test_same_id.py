@@ -11,7 +11,9 @@ from gateway.dispatch import Dispatcher, DispatchSettings
 from kvtransfer.channel import ControlServer
 from kvtransfer.control import AllGatewaysRefused, FromGateway, GatewayLinks, GatewayLost, LinkTiming
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import EndReason, LeaveCause, PrefillRequest, RequestEnd, RequestOutput
+from kvtransfer.messages import PrefillRequest
+from kvtransfer.request_parts import EndReason, RequestEnd, RequestOutput
+from kvtransfer.worker_facts import LeaveCause
 from tests.gateway.cluster_world import EPOCH, FINGERPRINT, Client, hello, sampling
 
 PATIENCE_S = 5.0

@@ -10,7 +10,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gateway.backend import TokenDelta
 from gateway.server import BoundedProtocol, ServerConfig, make_server
-from kvtransfer.messages import EndReason
+from kvtransfer.request_parts import EndReason
 from tests.gateway.http_world import ScriptedBackend, ids_of, make_world, saying
 from tests.gateway.test_streaming import until
 

@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.backend import OverloadedError
-from kvtransfer.messages import EndReason
+from kvtransfer.request_parts import EndReason
 from tests.gateway.http_world import ScriptedBackend, events_of, ids_of, make_world, saying, text_of
 
 WORDS = ("hello world", "quick brown", "lazy dog", "stop stopping")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gateway.backend import DeadlineExceededError, RequestFailedError, TokenDelta
 from gateway.sse import COMMENT
-from kvtransfer.messages import EndReason
+from kvtransfer.request_parts import EndReason
 from tests.gateway.http_world import ScriptedBackend, events_of, ids_of, make_world, saying, text_of, tokenizer_of_world
 
 

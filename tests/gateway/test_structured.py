@@ -7,7 +7,7 @@ import time
 import pytest
 
 from grammar.child import Child, ChildLostError, Death
-from kvtransfer.messages import GrammarKind
+from kvtransfer.request_parts import GrammarKind
 from tests.gateway.http_world import NUM_IDS, ids_of, make_world, tokenizer_of_world
 from tests.grammar.made_grammars import BAD, BOMBS, CHOICE, JSON, LARK, REGEX
 

@@ -11,8 +11,10 @@ from gateway.modes import Mode
 from kvtransfer.channel import ControlServer
 from kvtransfer.control import FromGateway, GatewayLinks, GatewayLost, LinkTiming
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import Cancel, DecodeRequest, EndReason, LeaveCause, PrefillRequest, RequestEnd, RequestOutput
+from kvtransfer.messages import Cancel, DecodeRequest, PrefillRequest
+from kvtransfer.request_parts import EndReason, RequestEnd, RequestOutput
 from kvtransfer.sockets import endpoint_port
+from kvtransfer.worker_facts import LeaveCause
 from tests.gateway.cluster_world import RESERVED, Client, hello, sampling
 from tests.gateway.test_dispatch import in_loop
 

@@ -16,8 +16,8 @@ from engine.kv_cache import KvCache  # noqa: E402
 from kernels.select import select_kernels  # noqa: E402
 from kvtransfer.kv_messages import KvHeader  # noqa: E402
 from kvtransfer.layout import FP8  # noqa: E402
-from kvtransfer.messages import KvLayout  # noqa: E402
 from kvtransfer.outgoing import Piece  # noqa: E402
+from kvtransfer.worker_facts import KvLayout  # noqa: E402
 from prefill.staged_source import StagedSource  # noqa: E402
 from prefill.worker import PoolSource  # noqa: E402
 

@@ -14,7 +14,7 @@ from engine.block_moves import BlockMove, Route  # noqa: E402
 from engine.cuda_lane import CudaLane  # noqa: E402
 from engine.kv_cache import KvCache  # noqa: E402
 from kernels.select import select_kernels  # noqa: E402
-from kvtransfer.messages import KvLayout  # noqa: E402
+from kvtransfer.worker_facts import KvLayout  # noqa: E402
 
 CUDA = torch.device("cuda")
 NUM_BLOCKS = 64

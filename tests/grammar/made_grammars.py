@@ -3,7 +3,7 @@
 from functools import cache
 
 from grammar.vocabulary import Vocabulary, digest_of
-from kvtransfer.messages import Grammar, GrammarKind
+from kvtransfer.request_parts import Grammar, GrammarKind
 from tests.tiny_models import END_OF_TURN_ID, EOS_ID, VOCAB_SIZE, make_tokenizer
 
 JSON, REGEX, CHOICE, LARK = GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.CHOICE, GrammarKind.LARK

@@ -12,16 +12,9 @@ from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.curve import CurveKeys
 from kvtransfer.link_name import is_of
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import (
-    GatewayBeat,
-    Heartbeat,
-    Hello,
-    LeaveCause,
-    Limits,
-    RequestOutput,
-    Role,
-    Welcome,
-)
+from kvtransfer.messages import GatewayBeat, Heartbeat, Hello, Welcome
+from kvtransfer.request_parts import RequestOutput
+from kvtransfer.worker_facts import LeaveCause, Limits, Role
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
 
 HELLO = Hello(1, Role.PREFILL, "prefill-0", "g1", FINGERPRINT, LAYOUT, Limits(10, 2, 64), None)

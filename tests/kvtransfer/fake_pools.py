@@ -10,13 +10,14 @@ from collections import Counter
 from itertools import product
 
 from engine.block_pool import BlockPool
+from kvtransfer.codec import PROTOCOL_VERSION
 from kvtransfer.frames import PLAIN
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.kv_channel import KvListener
 from kvtransfer.kv_messages import KvHello
 from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget
+from kvtransfer.messages import DecodeTarget
 from kvtransfer.outgoing import TransferEnded
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver

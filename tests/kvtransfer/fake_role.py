@@ -7,8 +7,9 @@ import sys
 
 from kvtransfer.control import Report
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import EndReason, LeaveCause, Load, RequestEnd, RequestOutput
+from kvtransfer.request_parts import EndReason, RequestEnd, RequestOutput
 from kvtransfer.worker import Worker, stop_on_signals
+from kvtransfer.worker_facts import LeaveCause, Load
 
 
 class FakeRole:

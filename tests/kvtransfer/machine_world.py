@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable
 from itertools import product
 
+from kvtransfer.codec import PROTOCOL_VERSION
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.kv_messages import KvHello
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget
+from kvtransfer.messages import DecodeTarget
 from kvtransfer.receive_commands import Expect, Grant, ReceiverLimits
 from kvtransfer.receive_machine import ReceiveMachine
 from kvtransfer.send_commands import FirstToken, Open, Ready, SenderTiming

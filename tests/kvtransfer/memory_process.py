@@ -11,18 +11,20 @@ import sys
 import time
 from pathlib import Path
 
+from kvtransfer.codec import PROTOCOL_VERSION
 from kvtransfer.frames import FrameOptions
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
 from kvtransfer.kv_channel import KvListener
 from kvtransfer.kv_messages import MAX_BODY_BYTES, KvHello
 from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, KvLayout
+from kvtransfer.messages import DecodeTarget
 from kvtransfer.outgoing import TransferOutcome
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.send_commands import SenderTiming
 from kvtransfer.sender import KvSender
+from kvtransfer.worker_facts import KvLayout
 from tests.kvtransfer.samples import FINGERPRINT
 
 LAYOUT = KvLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_size=16)

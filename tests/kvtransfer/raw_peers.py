@@ -2,10 +2,11 @@
 
 from contextlib import contextmanager
 
+from kvtransfer.codec import PROTOCOL_VERSION
 from kvtransfer.kv_channel import KvDialer, KvListener
 from kvtransfer.kv_messages import KvHeader, KvHello, KvOffer, KvWelcome
 from kvtransfer.layout import FP8, KvBody
-from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget
+from kvtransfer.messages import DecodeTarget
 from tests.kvtransfer.fake_pools import DecodeSide, PrefillSide, content, wait_until
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
 

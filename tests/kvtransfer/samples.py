@@ -1,5 +1,6 @@
 """One valid message of each kind, with every field away from its default, and identities that fit each other."""
 
+from kvtransfer.codec import PROTOCOL_VERSION
 from kvtransfer.kv_messages import (
     KvAbort,
     KvCredit,
@@ -14,44 +15,38 @@ from kvtransfer.kv_messages import (
     KvWelcome,
 )
 from kvtransfer.messages import (
-    MIN_LOGPROB,
-    PROTOCOL_VERSION,
     Cancel,
     DecodeRequest,
     DecodeTarget,
-    Drawn,
-    EndReason,
-    Fingerprint,
     GatewayBeat,
     Goodbye,
-    Grammar,
-    GrammarKind,
     Heartbeat,
     Hello,
-    KvLayout,
-    KvTraffic,
-    LeaveCause,
-    LifetimeEvent,
-    Limits,
-    Load,
     PrefillRequest,
     PrefillSource,
-    PromptLogprobs,
     Refused,
     Reintroduce,
+    ResetPrefixCache,
+    StepOutput,
+    SwitchRole,
+    Welcome,
+)
+from kvtransfer.request_parts import (
+    MIN_LOGPROB,
+    Drawn,
+    EndReason,
+    Grammar,
+    GrammarKind,
+    LifetimeEvent,
+    PromptLogprobs,
     RequestEnd,
     RequestOutput,
     RequestSpec,
-    ResetPrefixCache,
-    Role,
     SamplingParams,
     Sibling,
-    StepOutput,
-    SwapLoad,
-    SwitchRole,
     TokenLogprob,
-    Welcome,
 )
+from kvtransfer.worker_facts import Fingerprint, KvLayout, KvTraffic, LeaveCause, Limits, Load, Role, SwapLoad
 
 FINGERPRINT = Fingerprint(architecture="Llama", config="c0", weights="w0", dtype="float32", vocab_size=100)
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32", block_size=4)

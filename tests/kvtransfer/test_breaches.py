@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from kvtransfer import peers as peers_module
+from kvtransfer.codec import PROTOCOL_VERSION
 from kvtransfer.incoming import ReceptionOutcome
 from kvtransfer.kv_messages import (
     KvAbort,
@@ -20,7 +21,7 @@ from kvtransfer.kv_messages import (
     KvWelcome,
 )
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, Refused
+from kvtransfer.messages import DecodeTarget, Refused
 from kvtransfer.outgoing import TransferOutcome
 from tests.kvtransfer.fake_pools import TOKEN_BYTES, DecodeSide, PrefillSide, wait_until
 from tests.kvtransfer.raw_peers import KEY, FakeDecode, RawPeer, running, token_frame

@@ -10,13 +10,15 @@ import zmq
 
 from kvtransfer import addresses
 from kvtransfer.channel import CONTROL_HWM, ControlClient, ControlServer
+from kvtransfer.codec import MAX_CONTROL_BYTES, encode
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.kv_channel import KV_HWM, KvDialer, KvListener
 from kvtransfer.kv_messages import MAX_BODY_BYTES, KvDone, KvHeader, KvOffer
 from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import MAX_CONTROL_BYTES, GatewayBeat, Heartbeat, Load, encode
+from kvtransfer.messages import GatewayBeat, Heartbeat
 from kvtransfer.sockets import bind, endpoint_port
+from kvtransfer.worker_facts import Load
 
 BEAT = Heartbeat("g1", 0, 1, Load(0, 0, 0.0))
 OFFER = KvOffer("r", 0, 4)

@@ -16,15 +16,14 @@ from kvtransfer.messages import (
     Goodbye,
     Heartbeat,
     Hello,
-    LeaveCause,
-    Load,
     PrefillRequest,
     PrefillSource,
     Reintroduce,
-    RequestOutput,
     StepOutput,
 )
+from kvtransfer.request_parts import RequestOutput
 from kvtransfer.sockets import endpoint_port
+from kvtransfer.worker_facts import LeaveCause, Load
 from tests.kvtransfer.control_world import HELLO, OUTPUT, PATIENCE_S, Gateway, World, in_loop, world
 from tests.kvtransfer.samples import TARGET, spec
 

@@ -12,21 +12,10 @@ from kvtransfer.control import AllGatewaysRefused, FromGateway, GatewayLinks, Ga
 from kvtransfer.errors import MessageError
 from kvtransfer.line_budget import NUM_LINES, PERIOD_S
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import (
-    Cancel,
-    EndReason,
-    GatewayBeat,
-    Heartbeat,
-    Hello,
-    LeaveCause,
-    PrefillRequest,
-    Refused,
-    RequestEnd,
-    RequestOutput,
-    StepOutput,
-    Welcome,
-)
+from kvtransfer.messages import Cancel, GatewayBeat, Heartbeat, Hello, PrefillRequest, Refused, StepOutput, Welcome
+from kvtransfer.request_parts import EndReason, RequestEnd, RequestOutput
 from kvtransfer.sockets import endpoint_port
+from kvtransfer.worker_facts import LeaveCause
 from tests.kvtransfer.control_world import HELLO, OUTPUT, Gateway, World, in_loop, world
 from tests.kvtransfer.cut_proxy import Direction, cut_proxy
 from tests.kvtransfer.samples import spec

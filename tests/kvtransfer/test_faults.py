@@ -13,12 +13,12 @@ import pytest
 from engine.config import EngineConfig
 from kvtransfer.errors import SettingsError
 from kvtransfer.faults import Fault, FaultAction, FaultPlan, InjectedFaultError, strike, unwatched, witness_of
-from kvtransfer.messages import LifetimeEvent
+from kvtransfer.request_parts import LifetimeEvent
 
 CRITICAL_PROCESS = """
 import time
 from kvtransfer.faults import witness_of
-from kvtransfer.messages import LifetimeEvent
+from kvtransfer.request_parts import LifetimeEvent
 witness = witness_of({fault!r})
 for index in range(3):
     print(index, flush=True)

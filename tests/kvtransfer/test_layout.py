@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
+from kvtransfer.codec import PROTOCOL_VERSION
 from kvtransfer.errors import ProtocolError
 from kvtransfer.kv_messages import MAX_BODY_BYTES, KvHeader
 from kvtransfer.layout import FP8, check_header, describe_mismatch, head_bytes, max_frame_tokens, our_identity
-from kvtransfer.messages import PROTOCOL_VERSION
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
 
 OURS = our_identity(FINGERPRINT, LAYOUT)

@@ -7,10 +7,11 @@ from itertools import count
 import msgspec
 import pytest
 
+from kvtransfer.codec import PROTOCOL_VERSION
 from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.kv_messages import KvHello, KvOffer, KvWelcome
 from kvtransfer.line_budget import MAX_LOGGED_CHARS, NUM_LINES, PERIOD_S
-from kvtransfer.messages import PROTOCOL_VERSION, DecodeTarget, Refused
+from kvtransfer.messages import DecodeTarget, Refused
 from kvtransfer.receive_commands import Expect, Grant, ReceiverLimits
 from kvtransfer.receive_machine import ReceiveMachine
 from kvtransfer.send_commands import Open, SenderTiming

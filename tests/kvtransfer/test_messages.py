@@ -7,19 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvtransfer.codec import MAX_CONTROL_BYTES, MAX_ERROR_CHARS, encode
 from kvtransfer.errors import MessageError
 from kvtransfer.kv_messages import decode_from_decode, decode_from_prefill
-from kvtransfer.messages import (
-    MAX_CONTROL_BYTES,
-    MAX_ERROR_CHARS,
-    MAX_GRAMMAR_CHARS,
-    MAX_PROMPT_TOKENS,
-    EndReason,
-    StepOutput,
-    decode_from_gateway,
-    decode_from_worker,
-    encode,
-)
+from kvtransfer.messages import StepOutput, decode_from_gateway, decode_from_worker
+from kvtransfer.request_parts import MAX_GRAMMAR_CHARS, MAX_PROMPT_TOKENS, EndReason
 from tests.kvtransfer.samples import FROM_DECODE, FROM_GATEWAY, FROM_PREFILL, FROM_WORKER
 
 DIRECTIONS = {

@@ -1,19 +1,17 @@
 """What a step has for a gateway, cut into messages of bounded size."""
 
-from kvtransfer.messages import (
-    MAX_CONTROL_BYTES,
+from kvtransfer.codec import MAX_CONTROL_BYTES, encode
+from kvtransfer.messages import StepOutput, decode_from_worker
+from kvtransfer.parcels import MAX_PARCEL_LOGPROBS, num_logprobs, parcels
+from kvtransfer.request_parts import (
     MAX_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
     MAX_TOKEN_ID,
     MIN_LOGPROB,
     PromptLogprobs,
     RequestOutput,
-    StepOutput,
     TokenLogprob,
-    decode_from_worker,
-    encode,
 )
-from kvtransfer.parcels import MAX_PARCEL_LOGPROBS, num_logprobs, parcels
 
 LARGEST = TokenLogprob(MIN_LOGPROB / 3, 1 << 31, ((MAX_TOKEN_ID, MIN_LOGPROB / 7),) * MAX_LOGPROBS)
 MOST = MAX_PROMPT_LOGPROBS // (1 + MAX_LOGPROBS) - 1

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from kvtransfer import peers as peers_module
+from kvtransfer.codec import PROTOCOL_VERSION
 from kvtransfer.kv_messages import KvHello
-from kvtransfer.messages import PROTOCOL_VERSION
 from kvtransfer.peers import PeerBook
 from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
 

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from kvtransfer.checksum import checksum, is_intact
+from kvtransfer.codec import PROTOCOL_VERSION
 from kvtransfer.frames import FrameOptions
 from kvtransfer.incoming import ReceptionOutcome
 from kvtransfer.intake import CREDITS_A_WINDOW
 from kvtransfer.kv_messages import KvCredit, KvFirstToken, KvHeader, KvHello, KvOffer, KvResend
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import PROTOCOL_VERSION
 from kvtransfer.outgoing import TransferOutcome
 from kvtransfer.receive_commands import Grant
 from kvtransfer.send_commands import FirstToken

@@ -6,9 +6,11 @@ import pytest
 
 from kvtransfer.control import FromGateway
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import EndReason, LeaveCause, Role, SwitchRole
+from kvtransfer.messages import SwitchRole
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
+from kvtransfer.request_parts import EndReason
 from kvtransfer.worker import StopRequested
+from kvtransfer.worker_facts import LeaveCause, Role
 from tests.kvtransfer.test_worker import Process, end_of, request
 
 

@@ -10,12 +10,13 @@ import zmq
 
 from kvtransfer import kv_channel
 from kvtransfer.channel import ControlClient, ControlServer
+from kvtransfer.codec import MAX_CONTROL_BYTES, encode
 from kvtransfer.curve import OVERHEAD_BYTES, ZAP_DOMAIN, CurveKeys
 from kvtransfer.errors import IdentityError, SettingsError
 from kvtransfer.kv_channel import KvDialer, KvListener
 from kvtransfer.kv_messages import MAX_BODY_BYTES, KvDone, KvOffer
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import MAX_CONTROL_BYTES, GatewayBeat, Refused, encode
+from kvtransfer.messages import GatewayBeat, Refused
 from kvtransfer.sockets import endpoint_port
 from tests.kvtransfer.key_world import claiming, idle_proxy, made_keys, raw_dealer
 from tests.kvtransfer.test_channel import BEAT, HEADER, OFFER, free_endpoint, receive, say, until

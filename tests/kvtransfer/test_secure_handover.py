@@ -11,9 +11,10 @@ from kvtransfer.errors import SettingsError
 from kvtransfer.incoming import ReceptionOutcome
 from kvtransfer.kv_channel import KvListener
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import Heartbeat, Hello, LeaveCause
+from kvtransfer.messages import Heartbeat, Hello
 from kvtransfer.outgoing import TransferOutcome
 from kvtransfer.sockets import endpoint_port
+from kvtransfer.worker_facts import LeaveCause
 from tests.kvtransfer.control_world import HELLO, OUTPUT, Gateway, World, in_loop
 from tests.kvtransfer.fake_pools import DecodeSide, PrefillSide, wait_until
 from tests.kvtransfer.key_world import made_keys

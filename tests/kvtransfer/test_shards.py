@@ -2,11 +2,12 @@
 
 import pytest
 
+from kvtransfer.codec import PROTOCOL_VERSION
 from kvtransfer.frames import FrameOptions
 from kvtransfer.incoming import ReceptionOutcome
 from kvtransfer.kv_messages import KvAbort, KvDone, KvFirstToken, KvGrant, KvHeader, KvHello, KvOffer, KvRevoke
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import PROTOCOL_VERSION, Refused
+from kvtransfer.messages import Refused
 from kvtransfer.outgoing import TransferOutcome
 from kvtransfer.receive_commands import Expect
 from kvtransfer.send_commands import Abort

@@ -2,9 +2,9 @@
 
 from kvtransfer.frames import FrameOptions
 from kvtransfer.kv_messages import KvHeader
-from kvtransfer.messages import KvTraffic
 from kvtransfer.outgoing import TransferOutcome, TransferTimes
 from kvtransfer.send_commands import FirstToken, Open, Ready
+from kvtransfer.worker_facts import KvTraffic
 from tests.kvtransfer.fake_pools import TOKEN_BYTES, DecodeSide, PrefillSide, wait_until
 from tests.kvtransfer.machine_world import TARGET, TICK, MachineWorld, Sender, no_fault
 from tests.kvtransfer.raw_peers import KEY, RawPeer, running, token_frame

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvtransfer.codec import MAX_TEXT_CHARS, encode
 from kvtransfer.errors import MessageError
 from kvtransfer.incoming import ReceptionOutcome
 from kvtransfer.kv_channel import KV_HWM, KvDialer, KvListener
@@ -16,16 +17,8 @@ from kvtransfer.kv_messages import (
     decode_from_prefill,
 )
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import (
-    MAX_CHOICES,
-    MAX_LOGPROBS,
-    MAX_TEXT_CHARS,
-    MAX_TOKEN_ID,
-    Drawn,
-    TokenLogprob,
-    encode,
-)
 from kvtransfer.outgoing import TransferOutcome
+from kvtransfer.request_parts import MAX_CHOICES, MAX_LOGPROBS, MAX_TOKEN_ID, Drawn, TokenLogprob
 from kvtransfer.unsaid import UnsaidWords
 from tests.kvtransfer.fake_pools import DecodeSide, PrefillSide
 from tests.kvtransfer.raw_peers import running

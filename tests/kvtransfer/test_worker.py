@@ -12,9 +12,11 @@ import pytest
 from kvtransfer.control import AllGatewaysRefused, FromGateway, GatewayLost
 from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
 from kvtransfer.mailbox import Mailbox
-from kvtransfer.messages import Cancel, EndReason, LeaveCause, Load, PrefillRequest, RequestEnd, RequestOutput
+from kvtransfer.messages import Cancel, PrefillRequest
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
+from kvtransfer.request_parts import EndReason, RequestEnd, RequestOutput
 from kvtransfer.worker import LOAD_INTERVAL_S, StopRequested, Worker
+from kvtransfer.worker_facts import LeaveCause, Load
 from tests.kvtransfer.fake_role import FakeLinks, FakeRole
 from tests.kvtransfer.samples import spec
 

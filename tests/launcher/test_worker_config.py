@@ -7,7 +7,7 @@ import pytest
 from decode.config import DecodeConfig
 from kvtransfer.command_line import parse
 from kvtransfer.errors import SettingsError
-from kvtransfer.messages import Role
+from kvtransfer.worker_facts import Role
 from launcher.worker_config import WorkerConfig
 from prefill.config import PrefillConfig
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvtransfer.messages import EndReason
+from kvtransfer.request_parts import EndReason
 
 
 class Ledger:

@@ -6,8 +6,9 @@ from engine.queue_rules import QueueRules
 from engine.request import StepResult
 from engine.swap_space import SwapSpace
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import DecodeTarget, Drawn, RequestSpec, Sibling
+from kvtransfer.messages import DecodeTarget
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
+from kvtransfer.request_parts import Drawn, RequestSpec, Sibling
 from prefill.scheduler import PrefillJob, PrefillLimits, PrefillScheduler
 from tests.kvtransfer.samples import spec
 

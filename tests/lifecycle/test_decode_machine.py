@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from decode.scheduler import CloseReception, ExpectOffer, GrantKv
 from engine.request import RequestState, StepResult
 from kvtransfer.incoming import ReceptionOutcome
-from kvtransfer.messages import EndReason
+from kvtransfer.request_parts import EndReason
 from tests.lifecycle.ledger import Ledger
 from tests.lifecycle.makers import EOS, Decode
 from tests.lifecycle.paper_pool import PaperPool

@@ -4,8 +4,9 @@ import pytest
 
 from decode.scheduler import CloseReception
 from engine.request import IllegalMoveError, RequestState, StepResult
+from kvtransfer.codec import MAX_TEXT_CHARS
 from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import MAX_TEXT_CHARS, EndReason, LifetimeEvent
+from kvtransfer.request_parts import EndReason, LifetimeEvent
 from tests.lifecycle.makers import EOS, Decode, commands_of, outputs_of, words_of
 
 

@@ -12,8 +12,9 @@ from engine.grammars import Grammars
 from engine.queue_rules import QueueRules
 from engine.token_masks import TokenMasks
 from kvtransfer.incoming import KvOffered, ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import Cancel, DecodeRequest, EndReason, PrefillRequest, PrefillSource, Sibling
+from kvtransfer.messages import Cancel, DecodeRequest, PrefillRequest, PrefillSource
 from kvtransfer.outgoing import TransferEnded, TransferOutcome
+from kvtransfer.request_parts import EndReason, Sibling
 from prefill.worker import PrefillRole
 from tests.decode import test_worker as decode_side
 from tests.grammar.made_grammars import regex

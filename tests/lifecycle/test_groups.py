@@ -5,8 +5,8 @@ import pytest
 from engine.block_pool import blocks_for
 from engine.request import RequestState, StepResult
 from kvtransfer.incoming import ReceptionOutcome
-from kvtransfer.messages import Drawn, EndReason, LifetimeEvent
 from kvtransfer.outgoing import TransferEnded, TransferOutcome, TransferTimes
+from kvtransfer.request_parts import Drawn, EndReason, LifetimeEvent
 from prefill.scheduler import AbortTransfer, SendFirstToken
 from tests.lifecycle.makers import EOS, Decode, Prefill, commands_of, outputs_of, words_of
 from tests.lifecycle.paper_pool import PaperPool

@@ -1,7 +1,7 @@
 """Prompts that decode computes itself: without a transfer, beside the running requests. Ends with 'all is empty'."""
 
 from engine.request import RequestState, StepResult
-from kvtransfer.messages import EndReason, LifetimeEvent
+from kvtransfer.request_parts import EndReason, LifetimeEvent
 from tests.lifecycle.makers import EOS, Decode, outputs_of
 
 

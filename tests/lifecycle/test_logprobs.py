@@ -2,7 +2,7 @@
 
 from engine.request import RowLogprobs, StepResult
 from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import TokenLogprob
+from kvtransfer.request_parts import TokenLogprob
 from prefill.scheduler import SendFirstToken
 from tests.lifecycle.makers import EOS, Decode, Prefill
 

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.request import RequestState, StepResult
-from kvtransfer.messages import EndReason
+from kvtransfer.request_parts import EndReason
 from tests.lifecycle.makers import Decode, outputs_of
 from tests.lifecycle.paper_pool import PaperPool
 

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.request import RequestState, StepResult
-from kvtransfer.messages import EndReason
 from kvtransfer.outgoing import TransferOutcome
+from kvtransfer.request_parts import EndReason
 from prefill.scheduler import OLDEST_SHARE, AbortTransfer, OpenTransfer, SendFirstToken
 from tests.lifecycle.ledger import Ledger
 from tests.lifecycle.makers import EOS, TARGET, Prefill

@@ -3,8 +3,9 @@
 import pytest
 
 from engine.request import IllegalMoveError, Request, RequestState
-from kvtransfer.messages import MAX_TEXT_CHARS, EndReason, LifetimeEvent
+from kvtransfer.codec import MAX_TEXT_CHARS
 from kvtransfer.outgoing import TransferEnded, TransferOutcome, TransferTimes
+from kvtransfer.request_parts import EndReason, LifetimeEvent
 from prefill.scheduler import COMPLETING_SHARE, AbortTransfer, SendFirstToken, share_budget
 from tests.kvtransfer.samples import spec
 from tests.lifecycle.makers import EOS, Prefill, commands_of, outputs_of

@@ -3,8 +3,8 @@
 import pytest
 
 from engine.request import RequestState
-from kvtransfer.messages import EndReason
 from kvtransfer.outgoing import TransferOutcome
+from kvtransfer.request_parts import EndReason
 from tests.lifecycle.makers import Decode, Prefill, commands_of, outputs_of
 
 

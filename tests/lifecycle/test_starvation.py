@@ -8,7 +8,7 @@ import pytest
 
 from decode.scheduler import GrantKv
 from engine.request import RequestState, StepResult
-from kvtransfer.messages import EndReason
+from kvtransfer.request_parts import EndReason
 from tests.lifecycle.makers import Decode, Prefill, outputs_of
 
 

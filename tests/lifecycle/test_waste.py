@@ -10,7 +10,7 @@ from statistics import mean
 import pytest
 
 from engine.request import RequestState, StepResult
-from kvtransfer.messages import EndReason
+from kvtransfer.request_parts import EndReason
 from tests.lifecycle.makers import Decode, Prefill
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_SEQS, NUM_REQUESTS = 16, 600, 32, 160

@@ -11,18 +11,10 @@ from engine.queue_rules import QueueRules
 from engine.request import StepResult
 from kernels.reference import ReferenceKernels
 from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import (
-    Cancel,
-    DecodeRequest,
-    EndReason,
-    KvLayout,
-    KvTraffic,
-    LifetimeEvent,
-    Load,
-    PrefillRequest,
-    PrefillSource,
-)
+from kvtransfer.messages import Cancel, DecodeRequest, PrefillRequest, PrefillSource
 from kvtransfer.outgoing import Piece, TransferEnded, TransferOutcome
+from kvtransfer.request_parts import EndReason, LifetimeEvent
+from kvtransfer.worker_facts import KvLayout, KvTraffic, Load
 from prefill.scheduler import PrefillLimits, PrefillScheduler
 from prefill.worker import PoolSource, PrefillRole
 from tests.kvtransfer.samples import FINGERPRINT, TARGET, spec

@@ -12,7 +12,7 @@ from msgspec import structs
 from gateway.backend import BackendError, TokenDelta, Traits
 from gateway.gathering import Gathering
 from gateway.modes import Mode
-from kvtransfer.messages import EndReason, SamplingParams, TokenLogprob
+from kvtransfer.request_parts import EndReason, SamplingParams, TokenLogprob
 from tests.simulation.config import WorldConfig
 from tests.simulation.errors import require
 from tests.simulation.gateway_node import GatewayNode

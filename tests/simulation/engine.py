@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from engine.block_moves import BlockMove, Route
 from engine.block_pool import BlockPool
 from engine.request import Request, RowLogprobs, ScheduledRow, StepResult
-from kvtransfer.messages import Fingerprint, KvLayout
+from kvtransfer.worker_facts import Fingerprint, KvLayout
 from tests.simulation.errors import require
 from tests.simulation.model import EOS, HALF, VOCAB_SIZE, HashModel
 

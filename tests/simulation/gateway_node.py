@@ -8,8 +8,8 @@ from gateway.failover import FailoverSettings, RetryReason
 from gateway.flight import FlightState
 from gateway.modes import ModeRules
 from gateway.observer import KvHandover, RequestOutcome
+from kvtransfer.codec import RequestKey
 from kvtransfer.link_name import worker_of
-from kvtransfer.messages import RequestKey
 from tests.simulation.config import WorldConfig
 from tests.simulation.errors import require
 from tests.simulation.network import Network

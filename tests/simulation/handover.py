@@ -3,10 +3,11 @@
 from typing import Any
 
 from decode.scheduler import DecodeScheduler
+from kvtransfer.codec import RequestKey
 from kvtransfer.frames import FrameOptions
 from kvtransfer.kv_messages import KvHeader, KvHello
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import Hello, RequestKey
+from kvtransfer.messages import Hello
 from kvtransfer.outgoing import Piece
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.receive_machine import ReceiveMachine

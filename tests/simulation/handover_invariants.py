@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvtransfer.codec import RequestKey
 from kvtransfer.kv_messages import KvCredit, KvDone
-from kvtransfer.messages import RequestKey
 from kvtransfer.outgoing import OutgoingTransfer
 from tests.simulation.config import WorldConfig
 from tests.simulation.errors import require

@@ -6,20 +6,12 @@ from typing import Any
 
 from engine.request import Request
 from gateway.observer import RequestOutcome
+from kvtransfer.codec import RequestKey
 from kvtransfer.control import FromGateway, GatewayLost
 from kvtransfer.errors import MessageError
 from kvtransfer.incoming import ReceptionEnded, ReceptionOutcome
-from kvtransfer.messages import (
-    Cancel,
-    DecodeRequest,
-    EndReason,
-    PrefillRequest,
-    RequestKey,
-    RequestOutput,
-    RequestSpec,
-    StepOutput,
-    Welcome,
-)
+from kvtransfer.messages import Cancel, DecodeRequest, PrefillRequest, StepOutput, Welcome
+from kvtransfer.request_parts import EndReason, RequestOutput, RequestSpec
 from tests.simulation.config import Climate, WorldConfig
 from tests.simulation.counts import Counts
 from tests.simulation.errors import require

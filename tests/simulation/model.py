@@ -11,7 +11,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
-from kvtransfer.messages import EndReason, SamplingParams, TokenLogprob
+from kvtransfer.request_parts import EndReason, SamplingParams, TokenLogprob
 
 EOS = 1
 FIRST_TEXT_TOKEN = 2

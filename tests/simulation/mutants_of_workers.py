@@ -176,7 +176,7 @@ IN_GROUPS = (
     Mutation(
         "all-draw-the-same",
         "all choices of a prompt draw with the noise of the first one",
-        "kvtransfer.messages:Sibling.spec",
+        "kvtransfer.request_parts:Sibling.spec",
         "choice_index=self.choice_index",
         "choice_index=leader.sampling.choice_index",
     ),

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvtransfer.codec import encode
 from kvtransfer.kv_messages import KvHeader, decode_from_prefill
-from kvtransfer.messages import encode
 from tests.simulation.network import Frames
 
 KV_FRAMES = 3  # header, K, V

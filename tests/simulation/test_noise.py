@@ -5,10 +5,10 @@ import random
 import pytest
 
 from kvtransfer.checksum import is_intact
+from kvtransfer.codec import PROTOCOL_VERSION, encode
 from kvtransfer.frames import FrameMaker, FrameOptions
 from kvtransfer.kv_messages import KvHello, KvOffer, decode_from_prefill
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import PROTOCOL_VERSION, encode
 from kvtransfer.outgoing import OutgoingTransfer, Piece
 from tests.simulation.engine import FINGERPRINT, layout_of
 from tests.simulation.noise import Noise

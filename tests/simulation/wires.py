@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvtransfer.codec import RequestKey, encode
 from kvtransfer.errors import MessageError
 from kvtransfer.kv_messages import KvFirstToken, KvHeader, KvOffer, decode_from_decode, decode_from_prefill
 from kvtransfer.layout import KvBody
-from kvtransfer.messages import Refused, RequestKey, decode_from_gateway, decode_from_worker, encode
+from kvtransfer.messages import Refused, decode_from_gateway, decode_from_worker
 from tests.simulation.network import Network
 from tests.simulation.sockets import Dialer, Listener
 

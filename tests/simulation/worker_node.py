@@ -12,14 +12,16 @@ from decode.config import ROOM_SHARE
 from decode.scheduler import DecodeLimits, DecodeScheduler
 from decode.worker import DecodeRole
 from engine.swap_space import SwapSpace
+from kvtransfer.codec import PROTOCOL_VERSION
 from kvtransfer.control import GatewayLinks, LinkTiming
 from kvtransfer.frames import TOGETHER_BYTES, FrameOptions
 from kvtransfer.kv_messages import KvHello
 from kvtransfer.link_name import new_link_name
-from kvtransfer.messages import PROTOCOL_VERSION, Hello, Limits, Role
+from kvtransfer.messages import Hello
 from kvtransfer.receive_commands import ReceiverLimits
 from kvtransfer.send_commands import SenderTiming
 from kvtransfer.worker import IDLE_WAIT_S, StopRequested, Worker
+from kvtransfer.worker_facts import Limits, Role
 from prefill.scheduler import PrefillLimits, PrefillScheduler
 from prefill.worker import PrefillRole
 from tests.simulation.config import WorldConfig

@@ -15,7 +15,8 @@ from gateway.backend import InvalidRequestError, OverloadedError, RequestFailedE
 from gateway.gathering import Gathering
 from gateway.merge import InconsistentOutputError
 from gateway.modes import Mode
-from kvtransfer.messages import Role, SamplingParams
+from kvtransfer.request_parts import SamplingParams
+from kvtransfer.worker_facts import Role
 from tests.simulation.clients import Ask, Client, State, draw_asks
 from tests.simulation.config import Climate, WorldConfig, draw_config
 from tests.simulation.errors import ViolationError, require
