@@ -71,7 +71,7 @@ def called_by_keyword() -> Iterator[None]:
 def _by_keyword(message: str) -> str:
     for option in options(OfflineConfig):
         # Not where it stands in a path or in quotes: that is a value.
-        label = rf"(?<!\S){option.flag}( \({option.variable}\))?(?![\w-])"
+        label = rf"(?<![^\s(]){option.flag}( \({option.variable}\))?(?![\w-])"
         message = re.sub(label, _keyword(option), message)
     return message
 

@@ -22,7 +22,7 @@ from kvtransfer.layout import KvBody
 from kvtransfer.targets import KvOutlet
 
 MAX_QUEUED: Final = 128
-"""Messages to one peer, as in a real link's queue."""
+"""Messages to one peer, as many as a real link's queue has frames."""
 QUEUE_BYTES: Final = 2 * MAX_BODY_BYTES
 """KV that waits for the transmitter; as a message is never cut, it may be almost twice as much. Beyond that comes what
 is under way: bandwidth times delay."""

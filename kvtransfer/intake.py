@@ -117,5 +117,6 @@ class FrameIntake:
             self._send(stream.link, resend)
 
     def credit(self, stream: IncomingStream) -> None:
+        """Says what is settled. Where that is lost, a sender that waits for it repeats its offer within a second."""
         self._send(stream.link, KvCredit(*stream.key, settled_bytes=stream.settled_bytes))
         stream.credited_bytes = stream.settled_bytes

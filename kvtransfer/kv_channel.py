@@ -3,9 +3,9 @@ or tensors.
 
     decode    KvListener (ROUTER)  <----  KvDialer (DEALER)   prefill, one per decode worker
 
-A message is a frame of words, or such a frame, K and V; then the last word is the KvHeader of the two. Anything else is
-refused before it is decoded. Words wait for the next frame to their peer, or for the end of the caller's turn, which is
-its next `poll`: a frame of its own for each would cost both sides a wake-up, and the queue a place.
+A message is a frame of words, or a KvHeader, K and V. Anything else is refused before it is decoded. Words wait for the
+end of the caller's turn, which is its next `poll`, or for KV behind them: a frame of its own for each would cost both
+sides a wake-up, and the queue a place.
 
 Heartbeats and `security` are as in `kvtransfer/channel.py`.
 """
@@ -21,6 +21,7 @@ from kvtransfer.errors import MessageError, SettingsError
 from kvtransfer.kv_messages import (
     MAX_BODY_BYTES,
     DecodeToPrefill,
+    KvHello,
     PrefillToDecode,
     decode_from_decode,
     decode_from_prefill,
@@ -37,6 +38,9 @@ KV_HWM = 128
 """Messages, not bytes. The bound in bytes is each grant's window; this one holds where many transfers share a link."""
 KV_BOUNDS = Bounds(KV_HWM, MAX_BODY_BYTES)
 
+MESSAGES_AT_ONCE = 16
+"""From one peer, before others have their turn; each of up to MAX_WORDS."""
+
 Received = tuple[bytes, PrefillToDecode | MessageError, KvBody | None]
 """The link that it came on, a word, and the KV behind it."""
 
@@ -49,7 +53,7 @@ class KvDialer(Polled):
         self._name = name
         self._security = security
         self._lines: dict[str, Line] = {}
-        self._unsaid = UnsaidWords[str]()
+        self._unsaid = UnsaidWords[str](lambda peer, frame: self._send(peer, [frame]))
         self._full: set[str] = set()  # peers whose queue was full
 
     def dial(self, peer: str, endpoint: str) -> None:
@@ -72,7 +76,7 @@ class KvDialer(Polled):
         received: list[tuple[str, DecodeToPrefill | MessageError]] = []
         now = time.monotonic()
         for peer, line in self._lines.items():
-            for frames in line.receive():
+            for frames in line.receive(MESSAGES_AT_ONCE):
                 found = decode_from_decode.or_error([frame.buffer for frame in frames])
                 received += [(peer, word) for word in (found if isinstance(found, list) else [found])]
             if (reason := line.tend(now)) is not None:
@@ -80,15 +84,14 @@ class KvDialer(Polled):
         return received
 
     def send(self, peer: str, message: PrefillToDecode, body: KvBody | None = None) -> bool:
-        """Takes a word, or a header with its body, which goes without a copy; False if the queue to this peer is
-        full."""
-        self._say_to_all(but=peer)  # a body takes its time
-        if body is not None:
-            return self._say(peer, [encode(message)], [body.k, body.v])
-        if not self.has_room(peer) or (self._unsaid.is_full(peer) and not self._say(peer)):
-            return False
-        self._unsaid.add(peer, encode(message))
-        return True
+        """Takes a word, or a header with its body, which goes without a copy; False if the queue to this peer is full.
+        A word that was taken is lost if the link is hung up before it has been said."""
+        if body is None and not isinstance(message, KvHello):
+            return self.has_room(peer) and self._unsaid.add(peer, encode(message))
+        # Not in a frame with others: words would arrive with the body behind them only, and a KvHello has to be
+        # understood by a peer that does not know the words of our version.
+        self._unsaid.say_all()
+        return self._unsaid.say(peer) and self._send(peer, [encode(message), *(body or ())])
 
     def has_room(self, peer: str) -> bool:
         """Whether a send to `peer` would be taken now."""
@@ -97,23 +100,14 @@ class KvDialer(Polled):
     def poll(self, timeout: float) -> None:
         """Says what is unsaid, then waits as above, and also for room at each peer whose queue was full since the last
         call."""
-        self._say_to_all()
+        self._unsaid.say_all()
         super().poll(timeout)
         for peer in self._full:
             self._lines[peer].wake_for_room(False)
         self._full.clear()
 
-    def _say_to_all(self, but: str | None = None) -> None:
-        for peer in self._unsaid.peers:
-            if peer != but:
-                self._say(peer)
-
-    def _say(self, peer: str, last: Sequence[bytes] = (), body: Sequence[memoryview] = ()) -> bool:
-        """A message of all that is unsaid, the word `last` and its body."""
-        if not self._lines[peer].send([self._unsaid.frame(peer, last), *body]):
-            return self._note_full(peer)
-        self._unsaid.forget(peer)
-        return True
+    def _send(self, peer: str, frames: Sequence[bytes | memoryview]) -> bool:
+        return self._lines[peer].send(frames) or self._note_full(peer)
 
     def _note_full(self, peer: str) -> bool:
         self._full.add(peer)
@@ -132,7 +126,7 @@ class KvListener(Polled):
     def __init__(self, host: str, port: int, security: CurveKeys | None = None) -> None:
         super().__init__()
         self._security = security
-        self._unsaid = UnsaidWords[bytes]()
+        self._unsaid = UnsaidWords(self._send_or_lose)
         if security is not None:
             ZapHandler(self._context, security.admitted(GATEWAY_KEY, Role.DECODE.value))
         self._socket: zmq.Socket[bytes] = listening_router(self._context, KV_BOUNDS, security)
@@ -156,31 +150,26 @@ class KvListener(Polled):
         if len(frames) not in (2, 4):
             return [(link, MessageError(f"{len(frames) - 1} frames, a KV message has 1 or 3"), None)]
         found = decode_from_prefill.or_error([frames[1].buffer])
-        *before, last = found if isinstance(found, list) else [found]
-        body = KvBody(frames[2].buffer, frames[3].buffer) if len(frames) == 4 else None
-        return [*((link, word, None) for word in before), (link, last, body)]
+        if len(frames) == 2:
+            return [(link, word, None) for word in (found if isinstance(found, list) else [found])]
+        header = MessageError("several words before K and V") if isinstance(found, list) else found
+        return [(link, header, KvBody(frames[2].buffer, frames[3].buffer))]
 
     def send(self, link: bytes, message: DecodeToPrefill) -> None:
         """Takes a word. If the peer is gone, or takes nothing any more, when it is said, it is lost, as with a cut
         link."""
-        if self._unsaid.is_full(link):
-            self._say(link)
         self._unsaid.add(link, encode(message))
 
     def poll(self, timeout: float) -> None:
         """Says what is unsaid, then waits as above."""
-        self._say_to_all()
+        self._unsaid.say_all()
         super().poll(timeout)
 
-    def _say_to_all(self) -> None:
-        for link in self._unsaid.peers:
-            self._say(link)
-
-    def _say(self, link: bytes) -> None:
-        send_now(self._socket, [link, self._unsaid.frame(link)])
-        self._unsaid.forget(link)
+    def _send_or_lose(self, link: bytes, frame: bytes) -> bool:
+        send_now(self._socket, [link, frame])
+        return True
 
     def close(self) -> None:
-        self._say_to_all()
+        self._unsaid.say_all()
         self._socket.close()
         self._context.term()

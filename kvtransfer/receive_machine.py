@@ -34,6 +34,7 @@ from kvtransfer.kv_messages import (
     PrefillToDecode,
 )
 from kvtransfer.layout import FP8, KvBody
+from kvtransfer.link_name import worker_of
 from kvtransfer.messages import Refused
 from kvtransfer.peers import PeerBook
 from kvtransfer.receive_commands import Close, Expect, Grant, ReceiveCommand, ReceiverLimits
@@ -187,7 +188,7 @@ class ReceiveMachine:
         fault = self._peers.introduce(link, hello, now)
         if fault is not None:
             line = f"prefill worker {hello.worker_id} refused: {fault}"
-            self._lines.say_of_stranger(logging.ERROR, hello.worker_id, line, now)
+            self._lines.say_of_stranger(logging.ERROR, worker_of(link.decode("utf-8", "replace")), line, now)
             self._send(link, Refused(fault[:MAX_TEXT_CHARS]))
             return
         self._end_former_transfers((hello.worker_id, hello.generation), link)

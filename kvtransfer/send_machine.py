@@ -249,6 +249,7 @@ class SendMachine:
         if now < self._next_probe:
             return
         self._next_probe = now + min(MAX_PROBE_S, self._timing.keepalive)
+        self._peers.on_tick(now)
         for transfer in self._book:
             if transfer.is_stuck():
                 transfer.offered = False
@@ -257,7 +258,6 @@ class SendMachine:
         if now < self._next_keepalive:
             return
         self._next_keepalive = now + self._timing.keepalive
-        self._peers.on_tick(now)
         self._peers.hang_up_idle(now - IDLE_KEEPALIVES * self._timing.keepalive, set(self._peer_of.values()))
         self._end_the_silent(now)  # behind the former: the link still has to take the abort
         for transfer in self._book:

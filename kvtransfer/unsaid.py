@@ -1,6 +1,9 @@
-"""Words that wait for the next frame to their peer. Pure: no socket, and no clock."""
+"""Words that wait for the next frame to their peer. Pure: no socket, and no clock.
 
-from collections.abc import Hashable, Sequence
+A frame of one word is that word; of several, a msgpack array of them, in the order in which they were said.
+"""
+
+from collections.abc import Callable, Hashable
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -10,34 +13,49 @@ from kvtransfer.kv_messages import MAX_WORDS
 Peer = TypeVar("Peer", bound=Hashable)
 
 FULL_BYTES: Final = 64 << 10
-"""Far below what a frame may have, because the last word may pass it: one for many choices takes a tenth of a frame."""
+"""Far below what a frame may have, because the last word may pass it: one for many choices takes as much again."""
 
 
 class UnsaidWords(Generic[Peer]):
-    """Of all peers that there are any for, encoded."""
+    """Of all peers that there are any for, encoded. `send` takes a frame for a peer; False: it can't now."""
 
-    def __init__(self) -> None:
+    def __init__(self, send: Callable[[Peer, bytes], bool]) -> None:
+        self._send = send
         self._words: dict[Peer, list[bytes]] = {}
 
-    @property
-    def peers(self) -> list[Peer]:
-        """Those that something is to be said to."""
-        return [*self._words]
+    def __len__(self) -> int:
+        """Peers that something is to be said to."""
+        return len(self._words)
 
-    def is_full(self, peer: Peer) -> bool:
-        """Whether `frame` has to be sent before another word is added. It still has room for one `last`."""
-        words = self._words.get(peer, ())
-        return len(words) >= MAX_WORDS - 1 or sum(map(len, words)) >= FULL_BYTES
-
-    def add(self, peer: Peer, word: bytes) -> None:
-        assert not self.is_full(peer), f"{len(self._words[peer])} words wait for {peer!r}"
+    def add(self, peer: Peer, word: bytes) -> bool:
+        """Takes a word; False if there are too many already, which can't be said now."""
+        if self._is_full(peer) and not self.say(peer):
+            return False
         self._words.setdefault(peer, []).append(word)
+        return True
 
-    def frame(self, peer: Peer, last: Sequence[bytes] = ()) -> bytes:
-        """All that waits for `peer`, and behind it the one word that `last` may have."""
-        words = [*self._words.get(peer, ()), *last]
-        return words[0] if len(words) == 1 else msgspec.msgpack.encode([msgspec.Raw(word) for word in words])
+    def say(self, peer: Peer) -> bool:
+        """Sends what waits for `peer`, in one frame; True if nothing is left of it."""
+        words = self._words.get(peer)
+        if words is None:
+            return True
+        if not self._send(peer, _frame(words)):
+            return False
+        del self._words[peer]
+        return True
+
+    def say_all(self) -> None:
+        for peer in [*self._words]:
+            self.say(peer)
 
     def forget(self, peer: Peer) -> None:
-        """What waited has been sent, or has nowhere to go."""
+        """What waits has nowhere to go."""
         self._words.pop(peer, None)
+
+    def _is_full(self, peer: Peer) -> bool:
+        words = self._words.get(peer, ())
+        return len(words) == MAX_WORDS or sum(map(len, words)) >= FULL_BYTES
+
+
+def _frame(words: list[bytes]) -> bytes:
+    return words[0] if len(words) == 1 else msgspec.msgpack.encode([msgspec.Raw(word) for word in words])

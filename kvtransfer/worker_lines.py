@@ -14,7 +14,7 @@ from kvtransfer.complaints import Complaints
 from kvtransfer.line_budget import MAX_LOGGED_CHARS, LineBudget
 
 MAX_NAMED: Final = 64
-"""Ends of KV links that have lines of their own in a period; more than one worker has to do with."""
+"""Ends of KV links that have lines of their own in a period: as many as there usually are."""
 
 _OTHERS: Final = "(others)"  # no worker id may have parentheses
 

@@ -38,8 +38,8 @@ class Decode:
         self.now = 0.0
         self.numbers = count()
 
-    def introduce(self, worker_id=PEER, generation="g", fingerprint=FINGERPRINT) -> bytes:
-        link = f"{worker_id}/{generation}/nonce".encode()
+    def introduce(self, worker_id=PEER, generation="g", fingerprint=FINGERPRINT, link=None) -> bytes:
+        link = link or f"{worker_id}/{generation}/nonce".encode()
         hello = KvHello(PROTOCOL_VERSION, worker_id, generation, fingerprint, LAYOUT)
         self.machine.on_message(link, hello, None, self.now)
         return link
@@ -83,9 +83,10 @@ class Decode:
 class Prefill:
     """A send machine, and decode workers at the other end of its links."""
 
-    def __init__(self) -> None:
+    def __init__(self, keepalive=1.0) -> None:
         hello = KvHello(PROTOCOL_VERSION, PEER, "g", FINGERPRINT, LAYOUT)
-        self.machine = SendMachine(hello, self, self, lambda _: None, SenderTiming(keepalive=1.0, lease=4.0))
+        timing = SenderTiming(keepalive, lease=4.0 * keepalive)
+        self.machine = SendMachine(hello, self, self, lambda _: None, timing)
         self.now = 0.0
         self.numbers = count()
 
@@ -208,6 +209,29 @@ def test_a_worker_that_floods_the_log_hides_no_other(caplog):
     caplog.clear()
     decode.introduce("other")
     assert caplog.messages == ["prefill worker other is connected"]
+
+
+def test_one_that_says_it_is_another_does_not_use_up_its_lines(caplog):
+    decode = Decode()
+    link = decode.introduce()
+    for _ in range(100):
+        decode.introduce(link=b"evil/g/nonce")
+    caplog.clear()
+    decode.machine.on_message(link, MessageError("no message"), None, decode.now)
+    assert caplog.messages == [f"KV peer {PEER} broke the protocol: no message"]
+
+
+def test_a_period_ends_in_time_however_long_the_keepalive_is(caplog):
+    prefill = Prefill(keepalive=900.0)
+    for _ in range(100):
+        prefill.refuses()
+        prefill.tick()
+    caplog.clear()
+    for _ in range(int(PERIOD_S) + 2):
+        prefill.now += 1.0
+        prefill.tick()
+    prefill.refuses()
+    assert [" more lines about " in line for line in caplog.messages] == [True, False]
 
 
 def test_losses_hide_no_breach(caplog):

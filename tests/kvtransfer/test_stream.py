@@ -194,3 +194,36 @@ def test_whatever_is_taken_covers_each_layer_once(data):
     wanted = {(layer, token) for layer in range(num_layers) for token in range(first_token, num_tokens)}
     assert set(taken) <= wanted
     assert incoming.has_all_kv == (set(taken) == wanted)
+
+
+@given(
+    history=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(1, 9)), max_size=12),
+    asked=st.sets(st.integers(0, 3), max_size=2),
+    head=st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(0, 9), st.integers(1, 9), st.integers(0, 2)),
+)
+def test_the_comparison_in_one_finds_what_the_layers_find_one_by_one(history, asked, head):
+    incoming = stream(num_layers=4)
+    for layer, num_layers, size in history:
+        start = incoming._next[layer]
+        frame = header(layer, start, min(8, start + size), num_layers=min(num_layers, 4 - layer))
+        if start < 8 and _is_next(incoming, frame):
+            incoming.spliced(frame)
+    for layer in asked:
+        incoming.ask_again(layer)
+    layer, num_layers, start, size, resend = head
+    frame = header(layer, start, start + size, resend, num_layers=min(num_layers, 4 - layer))
+    try:
+        verdicts = {incoming._judge_layer(frame, at) for at in frame.layers}
+    except ProtocolError:
+        verdicts = set()
+    if incoming._is_plainly_next(frame):
+        assert verdicts == {Verdict.NEXT}
+    elif verdicts == {Verdict.NEXT}:
+        assert asked, "the quick way has to be there for all but what was asked for again"
+
+
+def _is_next(incoming, frame) -> bool:
+    try:
+        return incoming.judge(frame) is Verdict.NEXT
+    except ProtocolError:
+        return False

@@ -1,8 +1,10 @@
 """Words that share a frame: their order, what a frame may hold, and that none is lost in a burst of them."""
 
+from itertools import chain
+
 import pytest
 
-from kvtransfer.codec import MAX_TEXT_CHARS, encode
+from kvtransfer.codec import MAX_TEXT_CHARS, PROTOCOL_VERSION, encode
 from kvtransfer.errors import MessageError
 from kvtransfer.incoming import ReceptionOutcome
 from kvtransfer.kv_channel import KV_HWM, KvDialer, KvListener
@@ -13,6 +15,7 @@ from kvtransfer.kv_messages import (
     KvDone,
     KvFirstToken,
     KvHeader,
+    KvHello,
     KvOffer,
     decode_from_prefill,
 )
@@ -22,7 +25,8 @@ from kvtransfer.request_parts import MAX_CHOICES, MAX_LOGPROBS, MAX_TOKEN_ID, Dr
 from kvtransfer.unsaid import UnsaidWords
 from tests.kvtransfer.fake_pools import DecodeSide, PrefillSide
 from tests.kvtransfer.raw_peers import running
-from tests.kvtransfer.test_channel import HEADER, free_endpoint, receive, until
+from tests.kvtransfer.samples import FINGERPRINT, LAYOUT
+from tests.kvtransfer.test_channel import HEADER, free_endpoint, raw_dealer, receive, until
 
 
 def offers(count: int) -> list[KvOffer]:
@@ -61,32 +65,68 @@ def hear(listener, count: int) -> list[list]:
 # --- the words themselves
 
 
+class Outlet:
+    """Takes frames, or none while `is_full`."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+        self.frames: list[tuple[str, bytes]] = []
+        self.unsaid = UnsaidWords[str](self._send)
+
+    def _send(self, peer: str, frame: bytes) -> bool:
+        if not self.is_full:
+            self.frames.append((peer, frame))
+        return not self.is_full
+
+    def add(self, peer: str, *words) -> bool:
+        return all(self.unsaid.add(peer, encode(word)) for word in words)
+
+    def take(self) -> list:
+        """What was sent, decoded."""
+        taken, self.frames = self.frames, []
+        return [(peer, decode_from_prefill(frame)) for peer, frame in taken]
+
+
 def test_one_word_goes_as_it_is_and_several_in_order():
-    unsaid = UnsaidWords[str]()
-    words = offers(3)
-    unsaid.add("a", encode(words[0]))
-    assert decode_from_prefill(unsaid.frame("a")) == words[0]
-    unsaid.add("a", encode(words[1]))
-    unsaid.add("b", encode(words[2]))
-    assert decode_from_prefill(unsaid.frame("a")) == words[:2]
-    assert decode_from_prefill(unsaid.frame("a", [encode(words[2])])) == words
-    assert unsaid.peers == ["a", "b"]
-    unsaid.forget("a")
-    assert unsaid.peers == ["b"]
-    assert decode_from_prefill(unsaid.frame("a", [encode(words[0])])) == words[0]
+    outlet, words = Outlet(), offers(4)
+    outlet.add("a", words[0])
+    outlet.add("b", *words[1:])
+    assert outlet.take() == []
+    outlet.unsaid.say_all()
+    assert outlet.take() == [("a", words[0]), ("b", words[1:])]
+    assert len(outlet.unsaid) == 0
+    outlet.unsaid.say_all()
+    assert outlet.take() == []
 
 
 def test_a_frame_holds_as_many_words_as_the_other_side_takes():
-    unsaid = UnsaidWords[str]()
-    while not unsaid.is_full("a"):
-        unsaid.add("a", encode(KvOffer("r", 0, 4)))
-    assert len(decode_from_prefill(unsaid.frame("a", [encode(HEADER)]))) == MAX_WORDS
-    with pytest.raises(AssertionError, match=f"{MAX_WORDS - 1} words wait for 'a'"):
-        unsaid.add("a", encode(HEADER))
+    outlet, words = Outlet(), offers(2 * MAX_WORDS + 1)
+    assert outlet.add("a", *words)
+    outlet.unsaid.say("a")
+    assert [said for _, said in outlet.take()] == [words[:MAX_WORDS], words[MAX_WORDS:-1], words[-1]]
+
+
+def test_what_can_not_be_said_is_kept_and_bounded():
+    outlet, words = Outlet(), offers(MAX_WORDS + 1)
+    outlet.is_full = True
+    assert outlet.add("a", *words[:-1])
+    assert not outlet.add("a", words[-1])
+    assert not outlet.unsaid.say("a")
+    outlet.is_full = False
+    assert outlet.unsaid.say("a")
+    assert outlet.take() == [("a", words[:-1])]
+
+
+def test_what_is_forgotten_is_not_said():
+    outlet = Outlet()
+    outlet.add("a", *offers(2))
+    outlet.unsaid.forget("a")
+    outlet.unsaid.forget("nobody")
+    outlet.unsaid.say_all()
+    assert outlet.take() == []
 
 
 def test_the_longest_words_fit_a_frame():
-    """Two of them: one may be added as long as the first alone is not too long, and one goes behind."""
     logprob = TokenLogprob(-1.5, 1, tuple((MAX_TOKEN_ID, -1.5) for _ in range(MAX_LOGPROBS)))
     siblings = {f"{index:s>128}": Drawn(MAX_TOKEN_ID, logprob) for index in range(MAX_CHOICES - 1)}
     longest = (
@@ -94,12 +134,12 @@ def test_the_longest_words_fit_a_frame():
         KvAbort("r" * 128, 0, "\N{GRINNING FACE}" * MAX_TEXT_CHARS),
     )
     for word in longest:
-        unsaid = UnsaidWords[str]()
-        while not unsaid.is_full("a"):
-            unsaid.add("a", encode(word))
-        frame = unsaid.frame("a", [encode(word)])
-        assert len(frame) <= MAX_BODY_BYTES, type(word)
-        assert decode_from_prefill(frame)[-1] == word
+        outlet = Outlet()
+        outlet.add("a", *[word] * 40)
+        outlet.unsaid.say_all()
+        assert max(len(frame) for _, frame in outlet.frames) <= MAX_BODY_BYTES / 4, type(word)
+        said = [said if isinstance(said, list) else [said] for _, said in outlet.take()]
+        assert [*chain(*said)] == [word] * 40
 
 
 @pytest.mark.parametrize("words", [[], offers(MAX_WORDS + 1), [offers(2)], [KvDone("r", 0)]], ids=range(4))
@@ -120,26 +160,52 @@ def test_words_wait_for_the_end_of_the_turn_and_share_a_frame(dialer, listener):
     assert hear(listener, 5) == [[(word, None) for word in words]]
 
 
-def test_kv_takes_the_words_before_it_along_and_belongs_to_the_last(dialer, listener):
-    words = [*offers(2), HEADER]
-    for word in words[:2]:
-        dialer.send("d", word)
-    assert dialer.send("d", HEADER, KvBody(memoryview(b"kkkk"), memoryview(b"vvvv")))
-    [message] = hear(listener, 3)
-    assert [word for word, _ in message] == words
-    assert [body is None for _, body in message] == [True, True, False]
-    assert (bytes(message[2][1].k), bytes(message[2][1].v)) == (b"kkkk", b"vvvv")
-
-
-def test_words_to_one_peer_do_not_wait_for_the_kv_of_another(dialer, listener):
+def test_words_do_not_wait_for_kv_behind_them_whoever_it_is_for(dialer, listener):
+    """In one message they would arrive with its last byte."""
     other = KvListener("127.0.0.1", 0)
+    body = KvBody(memoryview(b"kkkk"), memoryview(b"vvvv"))
     try:
         dialer.dial("other", other.endpoint)
         dialer.send("d", offers(1)[0])
-        dialer.send("other", HEADER, KvBody(memoryview(b"kkkk"), memoryview(b"vvvv")))
+        dialer.send("other", HEADER, body)
         assert hear(listener, 1) == [[(offers(1)[0], None)]]
+        for word in offers(2):
+            dialer.send("d", word)
+        dialer.send("d", HEADER, body)
+        words, [(header, kv)] = hear(listener, 3)
+        assert words == [(word, None) for word in offers(2)]
+        assert (header, bytes(kv.k), bytes(kv.v)) == (HEADER, b"kkkk", b"vvvv")
     finally:
         other.close()
+
+
+def test_words_to_several_peers_share_frames_as_those_to_one(dialer, listener):
+    other = KvListener("127.0.0.1", 0)
+    try:
+        dialer.dial("other", other.endpoint)
+        for word in offers(5):
+            dialer.send("d", word)
+            dialer.send("other", word)
+        dialer.poll(0)
+        assert hear(listener, 5) == hear(other, 5) == [[(word, None) for word in offers(5)]]
+    finally:
+        other.close()
+
+
+def test_a_hello_goes_alone_so_that_another_version_can_read_it(dialer, listener):
+    hello = KvHello(PROTOCOL_VERSION, "prefill-0", "g1", FINGERPRINT, LAYOUT)
+    dialer.send("d", hello)
+    for word in offers(2):
+        dialer.send("d", word)
+    dialer.poll(0)
+    assert hear(listener, 3) == [[(hello, None)], [(word, None) for word in offers(2)]]
+
+
+def test_kv_behind_several_words_is_refused(listener):
+    with raw_dealer(listener.endpoint) as raw:
+        raw.send_multipart([encode([*offers(1), HEADER]), b"kkkk", b"vvvv"])
+        _, fault, _ = receive(listener)
+        assert isinstance(fault, MessageError)
 
 
 def test_words_of_a_link_that_was_hung_up_are_not_said_on_the_next(dialer, listener):
@@ -161,15 +227,15 @@ def test_what_a_full_queue_does_not_take_is_said_once_it_does():
         taken += 1
         if taken == KV_HWM - 1:
             assert dialer.send("d", KvOffer("between", 0, 4))
-    assert taken == KV_HWM
+    assert taken == KV_HWM - 1
     assert not dialer.send("d", KvOffer("beyond", 0, 4))
     listener = KvListener("127.0.0.1", int(endpoint.rpartition(":")[2]))
     try:
         assert until(lambda: dialer.poll(0.05) or dialer.send("d", KvOffer("late", 0, 4)))
         dialer.poll(0)
-        words = [word for message in hear(listener, KV_HWM + 2) for word, _ in message]
-        assert [type(word) for word in words] == [KvHeader] * (KV_HWM - 1) + [KvOffer, KvHeader, KvOffer]
-        assert (words[-3].request_id, words[-1].request_id) == ("between", "late")
+        words = [word for message in hear(listener, KV_HWM + 1) for word, _ in message]
+        assert [type(word) for word in words] == [KvHeader] * (KV_HWM - 1) + [KvOffer, KvOffer]
+        assert (words[-2].request_id, words[-1].request_id) == ("between", "late")
     finally:
         dialer.close()
         listener.close()

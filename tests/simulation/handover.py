@@ -92,7 +92,9 @@ class SimSender(KvSender):
 
     def turn(self, now: float) -> float:
         """Seconds to the next one."""
-        return 0.0 if self._turn(now) else self._idle_wait
+        more = self._turn(now)
+        self._dialer.end_turn()
+        return 0.0 if more else self._idle_wait
 
 
 class SimReceiver(KvReceiver):
@@ -123,4 +125,5 @@ class SimReceiver(KvReceiver):
     def turn(self, now: float) -> float:
         """Seconds to the next one."""
         self._turn(now)
+        self._listener.end_turn()
         return 0.0 if self._listener.has_unread else self._machine.sweep_interval

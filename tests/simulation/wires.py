@@ -1,5 +1,5 @@
 """The faces of `kvtransfer.channel` and `kvtransfer.kv_channel` over the simulated network. Bytes are really encoded
-and decoded; each word travels by itself.
+and decoded.
 
 Each tells its `watch` of what goes in and out, so that invariants can be checked on the wire.
 """
@@ -11,9 +11,10 @@ from typing import Any
 
 from kvtransfer.codec import RequestKey, encode
 from kvtransfer.errors import MessageError
-from kvtransfer.kv_messages import KvFirstToken, KvHeader, KvOffer, decode_from_decode, decode_from_prefill
+from kvtransfer.kv_messages import KvFirstToken, KvHeader, KvHello, KvOffer, decode_from_decode, decode_from_prefill
 from kvtransfer.layout import KvBody
 from kvtransfer.messages import Refused, decode_from_gateway, decode_from_worker
+from kvtransfer.unsaid import UnsaidWords
 from tests.simulation.network import Network
 from tests.simulation.sockets import Dialer, Listener
 
@@ -25,6 +26,10 @@ MESSAGES_AT_ONCE = 256
 
 
 def ignore(peer: str, message: Any) -> None: ...
+
+
+def words_of(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else [found]
 
 
 class SimControlWire:
@@ -106,6 +111,7 @@ class SimKvDialer:
         self._hwm = hwm
         self._wake = wake
         self._dialers: dict[str, Dialer] = {}
+        self._unsaid = UnsaidWords(lambda peer, frame: self._dialers[peer].send([frame]))
 
     def dial(self, peer: str, endpoint: str) -> None:
         assert peer not in self._dialers, peer
@@ -114,13 +120,18 @@ class SimKvDialer:
         )
 
     def hang_up(self, peer: str) -> None:
+        self._unsaid.forget(peer)
         self._dialers.pop(peer).close()
 
     def send(self, peer: str, message: Any, body: KvBody | None = None) -> bool:
-        frames = [encode(message)]
-        if body is not None:
-            frames += [bytes(body.k), bytes(body.v)]
-        return self._dialers[peer].send(frames)
+        if body is None and not isinstance(message, KvHello):
+            return self.has_room(peer) and self._unsaid.add(peer, encode(message))
+        self._unsaid.say_all()
+        frames = [encode(message)] + ([] if body is None else [bytes(body.k), bytes(body.v)])
+        return self._unsaid.say(peer) and self._dialers[peer].send(frames)
+
+    def end_turn(self) -> None:
+        self._unsaid.say_all()
 
     def has_room(self, peer: str) -> bool:
         return self._dialers[peer].has_room
@@ -129,9 +140,9 @@ class SimKvDialer:
         received = []
         for peer, dialer in self._dialers.items():
             while (frames := dialer.receive()) is not None:
-                message = decode_from_decode.or_error(frames)
-                received.append((peer, message))
-                if isinstance(message, Refused):
+                words = words_of(decode_from_decode.or_error(frames))
+                received += [(peer, word) for word in words]
+                if any(isinstance(word, Refused) for word in words):
                     self._refused.add(dialer)
         return received
 
@@ -155,6 +166,11 @@ class SimKvListener:
         self.passed_bytes: dict[RequestKey, int] = {}
         self.received_bytes: Counter[RequestKey] = Counter()
         self._listener = Listener(network, host, endpoint, hwm, wake)
+        self._unsaid = UnsaidWords(self._send_or_lose)
+
+    def _send_or_lose(self, link: bytes, frame: bytes) -> bool:
+        self._listener.send(link.decode(), [frame])
+        return True
 
     def receive(self) -> list[tuple[bytes, Any, KvBody | None]]:
         received = self._listener.receive()
@@ -164,9 +180,10 @@ class SimKvListener:
         if len(frames) not in (1, 3):
             return [(name.encode(), MessageError(f"{len(frames)} frames, a KV message has 1 or 3"), None)]
         body = KvBody(memoryview(frames[1]), memoryview(frames[2])) if len(frames) == 3 else None
-        message = decode_from_prefill.or_error([frames[0]])
-        self._note_passed(message, body)
-        return [(name.encode(), message, body)]
+        words = words_of(decode_from_prefill.or_error([frames[0]]))
+        for word in words:
+            self._note_passed(word, body)
+        return [(name.encode(), word, body) for word in words]
 
     def _note_passed(self, message: Any, body: KvBody | None) -> None:
         if isinstance(message, KvHeader | KvFirstToken | KvOffer):
@@ -179,8 +196,11 @@ class SimKvListener:
         return bool(self._listener.inbox)
 
     def send(self, link: bytes, message: Any) -> None:
-        self._listener.send(link.decode(), [encode(message)])
+        self._unsaid.add(link, encode(message))
         self.on_send(link.decode(), message)
+
+    def end_turn(self) -> None:
+        self._unsaid.say_all()
 
     def close(self) -> None:
         self._listener.close()
