@@ -195,7 +195,7 @@ class Cluster:
     def _on_malformed(self, sender: str, error: MessageError) -> Reaction:
         self.num_malformed += 1
         is_identity = isinstance(error, IdentityError)
-        refused = Refused(str(error) if is_identity else "malformed message; run the same release everywhere")
+        refused = Refused(str(error) if is_identity else f"{error}; run the same release everywhere")
         return Reaction(reply=refused, departed=self.drop_sender(sender, "sent a malformed message"))
 
     def _on_stranger(self, sender: str, generation: str) -> Reaction:

@@ -13,6 +13,7 @@ What each command and message leads to is decided in `kvtransfer/receive_machine
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from kvtransfer.codec import RequestKey
@@ -96,11 +97,12 @@ class KvReceiver:
         self._listener.watch(self._commands)
         while not self._stopping:
             self._listener.poll(self._machine.sweep_interval)
-            self._turn(time.monotonic())
+            commands = self._commands.drain()
+            self._turn(commands, time.monotonic())
         self._listener.close()
 
-    def _turn(self, now: float) -> None:
-        for command in self._commands.drain():
+    def _turn(self, commands: Sequence[ReceiveCommand | None], now: float) -> None:
+        for command in commands:
             if command is None:
                 self._stopping = True
             else:

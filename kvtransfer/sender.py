@@ -108,7 +108,8 @@ class KvSender:
         more = False
         while not self._stopping:
             self._dialer.poll(0.0 if more else self._patience(time.monotonic()))
-            more = self._turn(time.monotonic())
+            commands = self._commands.drain()
+            more = self._turn(commands, time.monotonic())  # read behind: what a command says has happened by then
         self._dialer.close()
 
     def _patience(self, now: float) -> float:
@@ -116,10 +117,10 @@ class KvSender:
         due = None if self._emulated is None else self._emulated.next_due
         return self._idle_wait if due is None else min(self._idle_wait, max(0.0, due - now))
 
-    def _turn(self, now: float) -> bool:
+    def _turn(self, commands: Sequence[SendCommand | None], now: float) -> bool:
         if self._emulated is not None:
             self._emulated.advance(now)
-        for command in self._commands.drain():
+        for command in commands:
             if command is None:
                 self._stopping = True
             else:

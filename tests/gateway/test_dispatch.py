@@ -777,7 +777,7 @@ async def test_refusals_and_garbage_are_one_line_a_sender(caplog):
             await it.hear("prefill-9", hello("prefill-9", protocol=1))
         lines = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
         assert lines == [
-            "worker 'stranger' is refused: malformed message; run the same release everywhere",
+            "worker 'stranger' is refused: bad; run the same release everywhere",
             f"worker 'prefill-9' is refused: protocol version: 1 != {PROTOCOL_VERSION}; run the same release "
             "everywhere",
         ]

@@ -1,6 +1,7 @@
 """Sender and receiver as they run: threads, loopback sockets, small windows, and ends that either side wants."""
 
 import random
+import threading
 import time
 
 import pytest
@@ -201,3 +202,25 @@ def cancel(dice, prefill, decode, key):
     if how in ("decode", "gateway"):
         decode.receiver.close(key, how)
     return key
+
+
+def test_what_the_sender_is_told_has_not_happened_before_it_was_said():
+    """The engine's clock readings and the sender's make one account of a request, which must not go backwards."""
+    with running(PrefillSide(), DecodeSide()) as (prefill, decode):
+        commands = prefill.sender._commands
+        drain, is_draining = commands.drain, threading.Event()
+
+        def late_drain():
+            is_draining.set()
+            time.sleep(0.02)
+            return drain()
+
+        commands.drain = late_drain
+        decode.expect(KEY, prefill.peer, 4)
+        prefill.open(KEY, decode.target, 4)
+        is_draining.wait()  # the sender is between its wake-up and what it was woken for
+        said_at = time.monotonic()
+        prefill.compute(KEY, 4)
+        prefill.sender.first_token(KEY, 7)
+        assert prefill.end_of(KEY).times.ready_at >= said_at
+        assert decode.end_of(KEY).outcome is ReceptionOutcome.ARRIVED

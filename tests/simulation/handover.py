@@ -92,7 +92,7 @@ class SimSender(KvSender):
 
     def turn(self, now: float) -> float:
         """Seconds to the next one."""
-        more = self._turn(now)
+        more = self._turn(self._commands.drain(), now)
         self._dialer.end_turn()
         return 0.0 if more else self._idle_wait
 
@@ -124,6 +124,6 @@ class SimReceiver(KvReceiver):
 
     def turn(self, now: float) -> float:
         """Seconds to the next one."""
-        self._turn(now)
+        self._turn(self._commands.drain(), now)
         self._listener.end_turn()
         return 0.0 if self._listener.has_unread else self._machine.sweep_interval
