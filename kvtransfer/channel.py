@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 CONTROL_HWM = 4096
 """Messages queued to one peer before a send fails. A step sends one message a gateway: minutes of silence."""
-CONTROL_BOUNDS = Bounds(CONTROL_HWM, MAX_CONTROL_BYTES)
+CONTROL_BOUNDS = Bounds(CONTROL_HWM, MAX_CONTROL_BYTES, receive_hwm=CONTROL_HWM)
 
 
 class ControlServer:

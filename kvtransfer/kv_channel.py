@@ -36,7 +36,10 @@ from kvtransfer.zap import ZapHandler
 
 KV_HWM = 128
 """Messages, not bytes. The bound in bytes is each grant's window; this one holds where many transfers share a link."""
-KV_BOUNDS = Bounds(KV_HWM, MAX_BODY_BYTES)
+KV_RECEIVE_HWM = 4096
+"""More than the windows of hundreds of transfers let come. A full queue is not only slow: behind it libzmq 4.3.5 aborts
+the process if the other side has hung up and a heartbeat of it is still to be read."""
+KV_BOUNDS = Bounds(KV_HWM, MAX_BODY_BYTES, receive_hwm=KV_RECEIVE_HWM)
 
 MESSAGES_AT_ONCE = 16
 """From one peer, before others have their turn; each of up to MAX_WORDS."""

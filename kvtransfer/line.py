@@ -16,6 +16,7 @@ from kvtransfer.handshakes import Handshakes, LineState
 from kvtransfer.sockets import (
     Bounds,
     Frames,
+    beat,
     configure,
     has_message,
     has_room,
@@ -141,6 +142,7 @@ class Line:
 
 def _prepare(socket: "zmq.Socket[bytes]", dialling: Dialling) -> None:
     configure(socket, dialling.bounds)
+    beat(socket)
     socket.setsockopt_string(zmq.ROUTING_ID, dialling.name)
     socket.setsockopt(zmq.IMMEDIATE, 0 if dialling.queue_offline else 1)
     if "[" in dialling.endpoint:

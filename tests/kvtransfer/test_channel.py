@@ -2,6 +2,8 @@
 
 import asyncio
 import socket as tcp
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 
@@ -12,7 +14,7 @@ from kvtransfer import addresses
 from kvtransfer.channel import CONTROL_HWM, ControlClient, ControlServer
 from kvtransfer.codec import MAX_CONTROL_BYTES, encode
 from kvtransfer.errors import MessageError, SettingsError
-from kvtransfer.kv_channel import KV_HWM, KvDialer, KvListener
+from kvtransfer.kv_channel import KV_HWM, KV_RECEIVE_HWM, KvDialer, KvListener
 from kvtransfer.kv_messages import MAX_BODY_BYTES, KvDone, KvHeader, KvOffer
 from kvtransfer.layout import KvBody
 from kvtransfer.mailbox import Mailbox
@@ -110,8 +112,6 @@ def in_loop(scenario):
 OPTIONS = {
     zmq.LINGER: 200,
     zmq.HANDSHAKE_IVL: 5_000,
-    zmq.HEARTBEAT_IVL: 500,
-    zmq.HEARTBEAT_TIMEOUT: 2_000,
     zmq.RECONNECT_IVL: 100,
     zmq.RECONNECT_IVL_MAX: 1_000,
     zmq.TCP_KEEPALIVE: 1,
@@ -136,10 +136,65 @@ def test_every_socket_has_the_option(option, listener, dialer):
     in_loop(scenario)
 
 
+BEATS = {zmq.HEARTBEAT_IVL: 500, zmq.HEARTBEAT_TIMEOUT: 2_000, zmq.HEARTBEAT_TTL: 2_000}
+
+
+@pytest.mark.parametrize("option", BEATS, ids=lambda option: option.name)
+def test_whoever_dials_beats_for_both_sides(option, listener, dialer):
+    dialer.dial("decode-0", listener.endpoint)
+    client = ControlClient("w", [listener.endpoint])
+    try:
+        for socket in (dialer._lines["decode-0"].socket, client._lines[listener.endpoint].socket):
+            assert socket.getsockopt(option) == BEATS[option]
+        assert listener._socket.getsockopt(zmq.HEARTBEAT_IVL) == 0
+    finally:
+        client.close()
+
+    async def scenario(server) -> None:
+        assert server._socket.getsockopt(zmq.HEARTBEAT_IVL) == 0
+
+    in_loop(scenario)
+
+
+FULL_QUEUE = """
+import time, zmq
+from kvtransfer.kv_channel import KV_RECEIVE_HWM, KvListener
+
+listener, context = KvListener("127.0.0.1", 0), zmq.Context()
+dealers = [context.socket(zmq.DEALER) for _ in range(3)]
+for dealer in dealers:
+    dealer.setsockopt(zmq.SNDHWM, 0)
+    dealer.connect(listener.endpoint)
+    for _ in range(2 * KV_RECEIVE_HWM):
+        dealer.send(bytes(200))
+time.sleep(1.0)
+for dealer in dealers:
+    dealer.close(linger=0)
+time.sleep(1.5)  # as a process does that is stopped, or busy: whatever falls due meanwhile falls due with queues full
+while listener.receive():
+    pass
+context.term()
+with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+    dealer.connect(listener.endpoint)
+    dealer.send(b"another")
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and not listener.receive():
+        listener.poll(0.1)
+    assert time.monotonic() < deadline
+listener.close()
+"""
+
+
+def test_peers_that_hang_up_behind_full_queues_do_not_end_the_process():
+    """libzmq would, on a socket that listens and beats: "Assertion failed: !_io_error"."""
+    done = subprocess.run([sys.executable, "-c", FULL_QUEUE], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_queues_are_bounded_on_both_sides(listener, dialer):
     dialer.dial("decode-0", listener.endpoint)
     for socket in (listener._socket, dialer._lines["decode-0"].socket):
-        assert (socket.getsockopt(zmq.SNDHWM), socket.getsockopt(zmq.RCVHWM)) == (KV_HWM, KV_HWM)
+        assert (socket.getsockopt(zmq.SNDHWM), socket.getsockopt(zmq.RCVHWM)) == (KV_HWM, KV_RECEIVE_HWM)
 
     async def scenario(server) -> None:
         assert server._socket.getsockopt(zmq.SNDHWM) == server._socket.getsockopt(zmq.RCVHWM) == CONTROL_HWM

@@ -14,8 +14,8 @@ SIZES = ([3], [3, 0, 5], [5, zmq.COPY_THRESHOLD - 1, zmq.COPY_THRESHOLD], [1 << 
 def pair(hwm=100, receive_hwm=None):
     context = zmq.Context()
     left, right = (context.socket(zmq.PAIR) for _ in range(2))
-    configure(left, Bounds(hwm, 1 << 21))
-    configure(right, Bounds(receive_hwm or hwm, 1 << 21))
+    configure(left, Bounds(hwm, 1 << 21, hwm))
+    configure(right, Bounds(hwm, 1 << 21, receive_hwm or hwm))
     right.connect(f"tcp://127.0.0.1:{left.bind_to_random_port('tcp://127.0.0.1')}")
     try:
         assert left.poll(5000, zmq.POLLOUT), "not connected"
