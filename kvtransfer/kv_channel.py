@@ -141,7 +141,7 @@ class KvListener(Polled):
         self._poller.register(self._socket, zmq.POLLIN)
 
     def receive(self) -> list[Received]:
-        """The words of the next message, none if there is none at hand. KV belongs to the last of them."""
+        """The words of the next message, or a header with its KV; nothing if there is no message at hand."""
         frames = receive_now(self._socket)
         if frames is None:
             return []
