@@ -39,8 +39,8 @@ def test_a_load_counts_its_bytes():
 
 
 def test_rounds_have_about_as_many_tokens_whatever_their_frames():
-    assert [load_of(LAYOUT, tokens).requests for tokens in (16, 512, 2048, 100_000)] == [64, 16, 4, 1]
-    assert [load_of(LAYOUT, tokens).together for tokens in (16, 2048, 100_000)] == [3, 2, 1]
+    assert [load_of(LAYOUT, tokens).requests for tokens in (1, 16, 512, 2048, 100_000)] == [512, 512, 16, 4, 1]
+    assert [load_of(LAYOUT, tokens).together for tokens in (16, 4096, 100_000)] == [3, 2, 1]
 
 
 def test_the_two_pools_lie_differently_and_a_checksum_tells_their_contents_apart():
