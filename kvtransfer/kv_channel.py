@@ -80,8 +80,7 @@ class KvDialer(Polled):
         now = time.monotonic()
         for peer, line in self._lines.items():
             for frames in line.receive(MESSAGES_AT_ONCE):
-                found = decode_from_decode.or_error([frame.buffer for frame in frames])
-                received += [(peer, word) for word in (found if isinstance(found, list) else [found])]
+                received += [(peer, word) for word in decode_from_decode.words([frame.buffer for frame in frames])]
             if (reason := line.tend(now)) is not None:
                 received.append((peer, Refused(reason)))
         return received
@@ -152,9 +151,9 @@ class KvListener(Polled):
                 return [(link, fault, None)]
         if len(frames) not in (2, 4):
             return [(link, MessageError(f"{len(frames) - 1} frames, a KV message has 1 or 3"), None)]
-        found = decode_from_prefill.or_error([frames[1].buffer])
         if len(frames) == 2:
-            return [(link, word, None) for word in (found if isinstance(found, list) else [found])]
+            return [(link, word, None) for word in decode_from_prefill.words([frames[1].buffer])]
+        found = decode_from_prefill.or_error([frames[1].buffer])
         header = MessageError("several words before K and V") if isinstance(found, list) else found
         return [(link, header, KvBody(frames[2].buffer, frames[3].buffer))]
 

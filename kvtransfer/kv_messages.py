@@ -10,11 +10,13 @@ frame is missing is asked for again from its next token on (KvResend, numbered 1
 name the last such number that was heard for it: so those sent before are told from those sent after.
 """
 
-from typing import Annotated, Final
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Generic, TypeVar
 
 import msgspec
 
 from kvtransfer.codec import Attempt, Count, Decoder, Message, Name, Positive, Text
+from kvtransfer.errors import MessageError
 from kvtransfer.messages import Refused
 from kvtransfer.request_parts import MAX_CHOICES, Drawn, TokenId, TokenLogprob
 from kvtransfer.worker_facts import Fingerprint, KvLayout
@@ -25,7 +27,6 @@ MAX_WIRE_DTYPES = 8
 MAX_WORDS = 16
 """Messages in one frame: one as it is, several as an array, in the order in which they were said. Enough that hundreds
 fit a queue; more at once would keep the other side waiting for the first."""
-_SEVERAL: Final = msgspec.Meta(min_length=1, max_length=MAX_WORDS)
 
 
 # --- prefill -> decode -----------------------------------------------------------------------------
@@ -175,9 +176,21 @@ class KvRevoke(Message, frozen=True):
 PrefillToDecode = KvHello | KvOffer | KvHeader | KvFirstToken | KvAbort
 DecodeToPrefill = KvWelcome | Refused | KvGrant | KvCredit | KvResend | KvDone | KvRevoke
 
-decode_from_prefill: Final[Decoder[PrefillToDecode | list[PrefillToDecode]]] = Decoder(
-    PrefillToDecode | Annotated[list[PrefillToDecode], _SEVERAL]
-)
-decode_from_decode: Final[Decoder[DecodeToPrefill | list[DecodeToPrefill]]] = Decoder(
-    DecodeToPrefill | Annotated[list[DecodeToPrefill], _SEVERAL]
-)
+
+_Word = TypeVar("_Word")
+
+
+class WordsDecoder(Decoder[_Word | list[_Word]], Generic[_Word]):
+    """Decodes frames of one direction's messages, of which there may be several in one."""
+
+    def __init__(self, word: Any) -> None:
+        super().__init__(word | Annotated[list[word], msgspec.Meta(min_length=1, max_length=MAX_WORDS)])
+
+    def words(self, frames: Sequence[bytes | memoryview]) -> list[_Word | MessageError]:
+        """Those in `frames`, which must be one frame, or what is wrong with it; never none."""
+        found = self.or_error(frames)
+        return [*found] if isinstance(found, list) else [found]
+
+
+decode_from_prefill: Final[WordsDecoder[PrefillToDecode]] = WordsDecoder(PrefillToDecode)
+decode_from_decode: Final[WordsDecoder[DecodeToPrefill]] = WordsDecoder(DecodeToPrefill)

@@ -197,8 +197,7 @@ class ReceiveWorld:
             if self.now - self.honest_spoke_at > LEASE:
                 self._hello(HONEST)  # a link that was idle for so long is dialled anew
             self.honest_spoke_at = self.now
-        found = decode_from_prefill.or_error([frame_of(tree)])
-        *before, last = found if isinstance(found, list) else [found]
+        *before, last = decode_from_prefill.words([frame_of(tree)])
         for word in before:
             self.machine.on_message(link, word, None, self.now)
         body = None if bodies is None else KvBody(*(memoryview(part) for part in bodies))

@@ -172,8 +172,7 @@ class SendWorld:
             self.machine.on_message(peer, KvDone(*key), self.now)
 
     def _say(self, peer: int, tree: Any) -> None:
-        found = decode_from_decode.or_error([frame_of(tree)])
-        for word in found if isinstance(found, list) else [found]:
+        for word in decode_from_decode.words([frame_of(tree)]):
             self.machine.on_message(f"decode-{1 + peer % 3}", word, self.now)
 
     def _full(self, peer: int, is_full: bool) -> None:

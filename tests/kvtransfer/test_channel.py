@@ -29,13 +29,6 @@ PATIENCE_S = 10.0
 
 
 @pytest.fixture
-def listener():
-    made = KvListener("127.0.0.1", 0)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def dialer():
     made = KvDialer("prefill-0/g1")
     yield made

@@ -34,13 +34,6 @@ def offers(count: int) -> list[KvOffer]:
 
 
 @pytest.fixture
-def listener():
-    made = KvListener("127.0.0.1", 0)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def dialer(listener):
     made = KvDialer("prefill-0/g1")
     made.dial("d", listener.endpoint)

@@ -28,10 +28,6 @@ MESSAGES_AT_ONCE = 256
 def ignore(peer: str, message: Any) -> None: ...
 
 
-def words_of(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else [found]
-
-
 class SimControlWire:
     """Stands for `ControlClient`, a worker's end of the control plane."""
 
@@ -140,7 +136,7 @@ class SimKvDialer:
         received = []
         for peer, dialer in self._dialers.items():
             while (frames := dialer.receive()) is not None:
-                words = words_of(decode_from_decode.or_error(frames))
+                words = decode_from_decode.words(frames)
                 received += [(peer, word) for word in words]
                 if any(isinstance(word, Refused) for word in words):
                     self._refused.add(dialer)
@@ -180,7 +176,7 @@ class SimKvListener:
         if len(frames) not in (1, 3):
             return [(name.encode(), MessageError(f"{len(frames)} frames, a KV message has 1 or 3"), None)]
         body = KvBody(memoryview(frames[1]), memoryview(frames[2])) if len(frames) == 3 else None
-        words = words_of(decode_from_prefill.or_error([frames[0]]))
+        words = decode_from_prefill.words([frames[0]])
         for word in words:
             self._note_passed(word, body)
         return [(name.encode(), word, body) for word in words]
